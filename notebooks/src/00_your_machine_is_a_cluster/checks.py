@@ -13,7 +13,7 @@ from labkit.course.ranks import only_messages, run
 @exercise(points=1)
 def average(student: Student) -> Iterator[str]:
     """average(comm, value): every rank gets the mean of all values, from one all-reduce."""
-    values = [0.5, -3.25, 7.0, 1.1]  # so that no maximum and no integer equals the mean
+    values = [0.5, -3.25, 7.0, 1.1]  # their mean is neither a maximum nor an integer
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, values[comm.rank]))
         mean = sum(values[:size]) / size
@@ -85,7 +85,7 @@ def my_broadcast(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def find_max(student: Student) -> Iterator[str | Score]:
-    """find_max(comm, values): every rank returns (rank, index) of the largest of all values."""
+    """find_max(comm, values): every rank returns (rank, index) of the global maximum."""
     total = 0
     for rows, hint in _inputs():
         ran = run(4, lambda comm, rows: student(comm, rows[comm.rank].clone()), rows)
@@ -108,7 +108,7 @@ def find_max(student: Student) -> Iterator[str | Score]:
 
 
 def _inputs() -> Iterator[tuple[torch.Tensor, str]]:
-    """Inputs, with row r for rank r, each with the hint for a wrong answer."""
+    """Inputs [rank, value], each with the hint for a wrong answer."""
     draws = [torch.randn(4, 1000, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     for rows in draws[:3]:
         yield rows, "Return (rank, index) of the largest of all values, on every rank."

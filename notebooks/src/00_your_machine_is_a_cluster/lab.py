@@ -6,7 +6,7 @@
 # and build a broadcast from sends and receives.
 #
 # Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your
-# turn` or has `...` in place of a value, fill in your own.
+# turn` or has `...`, fill in your own code or value.
 
 # %%
 import matplotlib.pyplot as plt
@@ -47,7 +47,7 @@ print(f"70 billion parameters need {16 * 70 / here_gb:,.1f} machines like this o
 
 # %% [markdown]
 # This is why many devices have to train one model together. But each device can access only its own
-# memory. **How can programs work together when none of them can read another's memory?**
+# memory. **How can programs work together when none can read another program's memory?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -88,7 +88,7 @@ f"process {os.getpid()} has x = {x.item()}"
 # does, even after an exception. But if a rank fails during a communication, labkit replaces all
 # ranks with new ones, without your variables; then run the cells that define them again.
 #
-# `comm` is the rank's **communicator**, through which it exchanges tensors with the others. An
+# `comm` is the rank's **communicator**, through which it exchanges tensors with other ranks. An
 # **all-reduce** sums a tensor over all ranks and gives every rank the result, in place:
 
 # %% tags=["nbval-check-output"]
@@ -142,7 +142,7 @@ note.item()
 # In each round, every rank that has the tensor sends it to one that does not. This pattern is a
 # **tree**: after k rounds, 2ᵏ ranks have the tensor. Let S be the size of the tensor in bytes.
 # Every rank except rank 0 must receive S bytes, whatever the algorithm. In the tree above, with
-# four ranks, how many bytes do all ranks send in total, and how many of these does rank 0 send?
+# four ranks, how many bytes do all ranks send in total, and how many bytes does rank 0 send?
 
 # %% stub="S = 2**20  # bytes\nguess = predict(sent_by_all_bytes=..., sent_by_rank_0_bytes=...)" tags=["nbval-check-output"]
 ### BEGIN SOLUTION
@@ -248,7 +248,7 @@ plot.timeline(sent_by_tree)
 
 # %% [markdown]
 # Here the lower row is labeled with the group (*all ranks*), and each bar is a whole broadcast with
-# all its rounds; the number in it counts the group's collectives. The plot is as wide as before,
+# all its rounds; the bar's number counts the group's collectives. The plot is as wide as before,
 # but its time axis is shorter. Compare the two times directly:
 
 
@@ -292,13 +292,13 @@ pair.run(careless_swap)
 # %% [markdown]
 # Both ranks send first. A send returns when the peer receives the message, but neither rank gets to
 # its receive: both are still sending. This is a **deadlock**. Worse, some libraries buffer small
-# messages: with them the program works until one day the tensors are larger. The MPI standard calls
+# messages: then the program works until one day the tensors are larger. The MPI standard calls
 # such programs *unsafe*.
 #
 # In the error message, `group default` is the group of all ranks, `0->1` names sender and receiver,
 # `tag 0` is the default tag, and `message 1` is the first message with this tag.
 #
-# The second classic hang: ranks that call different collectives.
+# The second classic hang: ranks call different collectives.
 
 
 # %%
@@ -330,7 +330,7 @@ pair.run(disagree)
 # |---|---|
 # | `comm.send(x, dst)`, `comm.recv(x, src)` | copies one rank's `x` into another rank's `x` |
 # | `comm.all_reduce(x)` | replaces `x` with the sum over all ranks |
-# | `comm.all_reduce(x, op="max")` | the same with the maximum of each element |
+# | `comm.all_reduce(x, op="max")` | puts the element-wise maximum into `x` |
 # | `comm.broadcast(x, src)` | replaces every rank's `x` with that of rank `src` |
 # | `comm.all_gather(outs, x)` | fills the list `outs` with the `x` of rank 0, 1, ... |
 #
@@ -358,7 +358,7 @@ check.average(average)
 # %% [markdown]
 # ### Exercise 2: Repair the swap
 #
-# Ranks 0 and 1, 2 and 3, ... exchange a tensor. Return the partner's tensor. No rank may hang:
+# Ranks 0 and 1, 2 and 3, ... exchange tensors. Return the partner's tensor. No rank may hang:
 # which rank must send first, and which must receive first?
 
 
@@ -405,7 +405,7 @@ def my_broadcast(comm, x):
 check.my_broadcast(my_broadcast)
 
 # %% [markdown]
-# Now run your broadcast over the slow links. One by one, it takes three rounds; a tree takes two.
+# Now run your broadcast over the slow links. One by one takes three rounds; a tree takes two.
 # You can see the rounds, since each message is now a separate call:
 
 # %%
@@ -417,8 +417,8 @@ plot.timeline(own_broadcast)
 # %% [markdown]
 # ### Exercise 4, open: Where is the maximum?
 #
-# Each of 4 ranks has 1,000 values. On every rank, return the `(rank, index)` of the largest of all
-# 4,000. The two largest may be adjacent float32 values.
+# Each of 4 ranks has 1,000 values. On every rank, return the `(rank, index)` of the global maximum.
+# The two largest may be adjacent float32 values.
 #
 # Your score is the number of bytes that all ranks send in total: fewer is better. An element takes
 # 1 byte in `torch.uint8`, 2 in `torch.int16`, 4 in `torch.float32`. If `x` has S bytes, 4 ranks
@@ -475,7 +475,7 @@ report("00")
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
 # These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
-# thousand ranks. But they do not explain a hang: it stays silent until the timeout, 10 minutes for
+# thousand ranks. They do not explain a hang: the job is silent until the timeout, 10 minutes for
 # NCCL in torch.
 
 # %% [markdown]

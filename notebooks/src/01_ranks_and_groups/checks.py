@@ -27,7 +27,7 @@ LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this time neve
 
 
 def _results(student: Student, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """The results of a function without a Comm, called on a rank so that errors are reported."""
+    """Results of a function without a Comm argument; it runs on a rank, which reports errors."""
     return run(1, lambda comm: [student(*copy.deepcopy(args)) for args in calls]).values[0]
 
 
@@ -202,7 +202,7 @@ ALL_REDUCE_HINTS = {
 
 
 def _run_with_hints(hints: dict[str, str], *args: Any) -> Ran:
-    """Call `run`; an error that contains a key of `hints` gets that hint."""
+    """Call `run`; if an error contains a key of `hints`, attach that hint."""
     try:
         return run(*args)
     except CheckFailed as failed:
@@ -212,7 +212,7 @@ def _run_with_hints(hints: dict[str, str], *args: Any) -> Ran:
 
 
 def _two_barriers(comm: Any, student: Student, path: str, late: int) -> tuple[list[int], list[int]]:
-    """The ranks that had arrived when this rank left each barrier, and its calls to the store."""
+    """Per barrier: ranks that had arrived when this rank left, and this rank's store calls."""
     arrivals = file_store(path + ".register", WAIT_S)
     arrived, calls = [], []
     for name in ("one", "two"):
@@ -253,7 +253,7 @@ def _totals_on_a_rank(comm: Any, student: Student, batches: list[list[float]]) -
 
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
-    """place(rank): the (dp, pp, tp) of each of 12 ranks on 3 nodes, for few bytes between nodes."""
+    """place(rank): (dp, pp, tp) for each of 12 ranks on 3 nodes; few bytes should cross nodes."""
     places = _results(student, [(rank,) for rank in range(scenarios.RANKS)])
     for rank, returned in enumerate(places):
         several(returned, 3, f"place({rank}) returned", "(dp, pp, tp)")

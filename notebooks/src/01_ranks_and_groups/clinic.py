@@ -10,7 +10,7 @@ table shows the errors side by side.
 On plain torch a program ends in one of three ways:
 
     hang      a rank waited until the timeout
-    crash     a rank was killed, or raised something else
+    crash     a rank was killed, or raised a different error
     silent    all ranks returned, and no error was raised
 """
 
@@ -32,8 +32,8 @@ from labkit.runtime.errors import RankError, ranks_text
 from labkit.runtime.plain import Plain
 from labkit.runtime.world import World
 
-WAIT_S = 2.0  # how long a rank waits for another, in both runs
-LONGEST = 160  # characters of torch's message
+WAIT_S = 2.0  # how long a rank waits for a peer, in both runs
+LONGEST = 160  # characters shown of torch's message
 OUTCOMES = ("hang", "crash", "silent")
 Program = Callable[[Any], Any]
 
@@ -44,13 +44,13 @@ class Finding:
 
     name: str
     outcome: str  # on plain torch: one of OUTCOMES
-    torch_messages: list[str]  # by rank; stderr of a rank that was killed
+    torch_messages: list[str]  # per rank; stderr if the rank was killed
     labkit_message: str  # the error's text; empty if there is none
     guess: str = ""
 
     @property
     def verdict(self) -> str:
-        """The student's guess beside the outcome."""
+        """The outcome, compared with the student's guess."""
         if self.guess in ("", self.outcome):
             return f"✓ {self.outcome}" if self.guess else self.outcome
         return f"✗ {self.outcome} (you: {self.guess})"
@@ -101,8 +101,8 @@ def clinic(
 ) -> Clinic:
     """Run each program, a function of a `Comm`, on `size` ranks of labkit and of plain torch.
 
-    `guesses`: program's name -> "hang", "crash" or "silent", for each program; None asks for no
-    guesses. Raises CheckFailed for a missing or unknown guess, or one without a program."""
+    `guesses` maps each program's name to "hang", "crash" or "silent"; with None, no guesses are
+    required. Raises CheckFailed if a guess is missing, unknown, or for an unknown program."""
     if guesses is not None:
         _validate_guesses([program.__name__ for program in programs], guesses)
     guesses = guesses or {}
@@ -129,7 +129,7 @@ def _validate_guesses(names: list[str], guesses: Mapping[str, Any]) -> None:
 
 
 def run_on_labkit(program: Program, size: int) -> str:
-    """The text of labkit's error; empty if the program ran to its end."""
+    """The text of labkit's error; empty if the program completed."""
     with World(size, device="cpu", backend="gloo", timeout_s=WAIT_S) as world:
         try:
             world.run(_labkit_rank, program)

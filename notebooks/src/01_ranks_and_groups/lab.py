@@ -61,7 +61,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # | `MASTER_ADDR` | 10.0.0.1 | the address where all processes meet: the node of rank 0 |
 # | `MASTER_PORT` | 29500 | the port there |
 #
-# That is all a rank knows. In particular, it does not know the addresses of the others.
+# That is all a rank knows. In particular, it does not know the other ranks' addresses.
 
 # %% [markdown]
 # The ranks meet at a **store**, a small key-value server:
@@ -86,8 +86,8 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # 1. Rank 0 opens the store; the other ranks connect to it.
 # 2. Each rank opens a socket and writes its address into the store, with its rank as the key.
-# 3. It waits for the addresses of the others. (A job hangs here if a rank is missing.)
-# 4. It connects to each of the others: that makes n - 1 sockets on each rank, and n(n-1)/2
+# 3. It waits for the other ranks' addresses. (A job hangs here if a rank is missing.)
+# 4. It connects to every other rank: that makes n - 1 sockets on each rank, and n(n-1)/2
 #    connections in total.
 #
 # Tensors never go through the store. There are three ways to specify the store's address:
@@ -121,8 +121,8 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 # | local rank | 本地进程编号 | the index of a process on its node |
 # | node | 节点 | one machine, with one or more GPUs |
 # | rendezvous | 会合 | how ranks find each other at the start |
-# | key-value store | 键值存储 | the server at which ranks exchange addresses in a rendezvous |
-# | subgroup | 子进程组 | some of the ranks, with connections of their own |
+# | key-value store | 键值存储 | the server where ranks exchange addresses at rendezvous |
+# | subgroup | 子进程组 | some of the ranks, with their own connections |
 # | device mesh | 设备网格 | ranks arranged in a grid with named axes |
 # | data-parallel axis (dp) | 数据并行轴 | ranks along it have the same part of the model and different data |
 # | tensor-parallel axis (tp) | 张量并行轴 | ranks along it have different shards of each layer |
@@ -149,8 +149,8 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# This is the rendezvous of labkit's ranks. Their store is a file, since they all run on one machine
-# and torch's TCP store would accept connections from other machines, too. (Step 6 explains the
+# This is how labkit's ranks rendezvous. Their store is a file, since all ranks run on one machine
+# and torch's TCP store would also accept connections from other machines. (Step 6 explains the
 # board in the comment.)
 
 # %%
@@ -497,7 +497,7 @@ three.run(swapped_all_reduces)
 # The gradients should be 3 and the loss 300. No tool catches this bug. Loop over tensors in an
 # order that is the same on all ranks (a list, never a set).
 #
-# One more bug: only the members create a group, "since the others do not need it":
+# One more bug: only the members create a group, "since other ranks do not need it":
 
 
 # %% tags=["raises-exception"]
@@ -537,7 +537,7 @@ check.where(where)
 # ### Exercise 2: Megatron's groups
 #
 # Return the groups along `axis`, each a list of ranks in ascending order. For `dp` in the mesh of
-# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates them on real ranks. Hint: how far
+# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates these groups on ranks. Hint: how far
 # apart are neighbors along an axis?
 
 
@@ -604,10 +604,10 @@ def hangs(comm, batches):
 three.run(lambda: hangs(Comm(), [torch.ones(1)] * (1 + Comm().rank)))
 
 # %% [markdown]
-# Rank 0 is done after one batch, while ranks 1 and 2 still have batches left and wait for it.
-# Rewrite `hangs` as `totals`, so that **all** batches count: run as many rounds as the longest list
+# Rank 0 is done after one batch, while ranks 1 and 2 still have batches left and wait for rank 0.
+# Rewrite `hangs` as `totals` so that **all** batches count: run as many rounds as the longest list
 # has batches; a rank without a batch adds zero. Return the total of each round, the same list on
-# every rank. Use one operation to agree on the number of rounds, then one per round.
+# every rank. Use one operation to agree on the round count, then one per round.
 
 
 # %%
@@ -664,7 +664,7 @@ report("01")
 #
 # | tool | launching and groups |
 # |---|---|
-# | torchrun | an agent on each node opens or joins the store, sets the variables, starts the ranks, and restarts all of them when one dies (`--max-restarts`) |
+# | torchrun | an agent on each node opens or joins the store, sets the variables, starts the ranks, and restarts all ranks when one dies (`--max-restarts`) |
 # | DeepSpeed | `deepspeed --hostfile hosts train.py` logs in to each node by ssh and sets the same variables |
 # | Accelerate | `accelerate config` asks for the settings once; `accelerate launch train.py` then runs torchrun's code |
 # | Slurm | `srun` sets `SLURM_PROCID` and `SLURM_NTASKS`; your script sets `RANK` and `WORLD_SIZE` from them |

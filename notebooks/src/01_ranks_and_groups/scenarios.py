@@ -1,6 +1,6 @@
 """The messages of lab 01's open exercise: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
 
-Per step, all with send and receive, so that each message has a source and a destination:
+Per step, by send and receive only, so that each message has a source and a destination:
 
     tp   both ranks of a pair send each other 8,000 bytes
     dp   a ring of 3: each rank sends 3,000 bytes to the next
@@ -16,7 +16,7 @@ from labkit.events import CommEvent
 SIZES = {"dp": 3, "pp": 2, "tp": 2}
 RANKS, RANKS_PER_NODE = 12, 4
 TP_BYTES, DP_BYTES, PP_BYTES = 8_000, 3_000, 1_000
-BEST = 32_000  # of all 5,775 assignments of 12 ranks to 3 nodes (tests/course/test_lab_01.py)
+BEST = 32_000  # best of 5,775 assignments of 12 ranks to 3 nodes (tests/course/test_lab_01.py)
 WORST_ALLOWED = 60_000  # most assignments send far more
 
 Place = tuple[int, ...]  # (dp, pp, tp)
@@ -33,7 +33,7 @@ def messages(place: Place) -> list[tuple[Place, int]]:
 
 
 def one_step(comm: Any, places: list[Place]) -> None:
-    """On each rank: send and receive its messages of a step."""
+    """On each rank: send and receive the messages of one step."""
     handles = []
     for rank, place in enumerate(places):
         for tag, (target, nbytes) in enumerate(messages(place)):
@@ -47,7 +47,7 @@ def one_step(comm: Any, places: list[Place]) -> None:
 
 
 def between_nodes(events: list[list[CommEvent]]) -> int:
-    """Bytes of all messages between different nodes."""
+    """Total bytes of the messages between nodes."""
     sends = [event for of_rank in events for event in of_rank if event.op == "send"]
     return sum(event.bus_bytes for event in sends if _node(event.rank) != _node(event.peer))
 

@@ -13,8 +13,8 @@ from labkit.trace.movement import Movement
 
 from .movements import check_data, check_in_place, check_neighbor, check_sent, check_steps, replaced
 
-CHUNK_SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # elements of each chunk
-ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # of the open exercise: 10 GB/s
+CHUNK_SIZES = ([4, 4], [4, 4, 4], [4, 4, 4, 4], [5, 4, 3])  # elements per chunk
+ALPHA_US, SIZE_BYTES, BYTES_PER_US = 10, 600_000, 10_000  # for the open exercise: 10 GB/s
 
 
 @exercise(points=2)
@@ -150,7 +150,7 @@ def _run_from_root(comm: Any, student: Student, root: int) -> torch.Tensor:
 
 @exercise(points=1)
 def crossover_bytes(student: Student) -> Iterator[str]:
-    """crossover_bytes(n, alpha_s, beta_s_per_byte): where ring and tree take equal time."""
+    """crossover_bytes(n, alpha_s, beta_s_per_byte): size where ring and tree take equal time."""
     for n, alpha_s, beta in (
         (4, 5e-3, 80e-9),
         (8, 1e-5, 2e-11),
@@ -168,14 +168,14 @@ def crossover_bytes(student: Student) -> Iterator[str]:
                 hint="The ring has more steps and fewer bytes: watch the signs.",
             )
         what = f"returned for n={n}, alpha_s={alpha_s:g}, beta_s_per_byte={beta:g}:"
-        # within a byte
+        # tolerance: one byte
         equal([crossover], [expected], what, hint=hint, within=max(1e-6, 1 / expected))
     yield "the crossover size on 4, 6, 8 and 1,024 ranks"
 
 
 @exercise(points=3)
 def my_best_broadcast(student: Student) -> Iterator[str | Score]:
-    """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 others, as fast as possible."""
+    """my_best_broadcast(comm, x): 600,000 bytes from rank 0 to 5 ranks, as fast as possible."""
     ran = run(6, _run_in_place, student, 600)
     expected = _values(0, [600])[0]
     equal(ran.values, [expected] * 6, "of 6 now holds", hint="Has every chunk reached every rank?")
@@ -220,7 +220,7 @@ def modeled_us(movement: Movement) -> int:
 
 
 def _values(rank: int, sizes: list[int]) -> list[torch.Tensor]:
-    """Random values of a rank, split into chunks, so that no sum is right by chance."""
+    """A rank's values, split into chunks; random, so that no wrong sum passes by chance."""
     generator = torch.Generator().manual_seed(rank)
     return list(torch.randn(sum(sizes), generator=generator).split(sizes))
 

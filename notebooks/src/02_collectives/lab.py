@@ -27,8 +27,8 @@ guess = predict()  # empty until step 3
 # %% [markdown]
 # ## 1. The question
 #
-# The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which adds them and
-# sends the sum back. Another is a **ring**. labkit has both, under the names `naive` and `ring`.
+# The simplest algorithm is a **server**: every rank sends its tensor to rank 0, which sends the sum
+# back. Another algorithm is a **ring**. labkit has both, under the names `naive` and `ring`.
 #
 # Here are four ranks, each with a link of 0.05 Gb/s and a latency (delay per message) of 10 ms. The
 # link is **paced**: the bytes are real, and each message is delayed as on a link of that speed.
@@ -321,7 +321,7 @@ def hierarchical_s(n, nbytes):
 
 
 def two_trees_s(n, nbytes):
-    """Each tree carries half, in many small pieces; we ignore their latencies (a few ms)."""
+    """Each tree carries half of S in many small pieces; we ignore their latencies (a few ms)."""
     return 2 * ceil(log2(n)) * INFINIBAND[0] + 2 * nbytes * INFINIBAND[1]
 
 
@@ -404,7 +404,7 @@ def pass_on(comm, outgoing, incoming):
 # ### Two rings with a bug
 #
 # Here are two faulty all-reduces. Neither hangs. You see only what they do, not their code. What is
-# wrong with each, and from which step on? A cell with an orange-red frame holds a wrong sum: `2×`
+# wrong with each, and from which step? A cell with an orange-red frame holds a wrong sum: `2×`
 # means that it includes a rank's values twice. Not every error has this frame: missing values just
 # stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
 
@@ -418,8 +418,8 @@ plot.movement(watch_collective(world, "all_reduce", ring_b))
 # - **ring_a** runs its reduce-scatter for one step too many, and has no all-gather. After n - 1
 #   steps each chunk is complete on one rank. In step n this complete sum goes to the right
 #   neighbor, which *adds* it to its own values, although the sum already includes them.
-# - **ring_b** is right up to step 3. Then its all-gather starts with the wrong chunk: not the
-#   complete one, but the one that each rank sent first. So the chunks that travel around the ring
+# - **ring_b** is correct up to step 3. Its all-gather then starts with the wrong chunk: not the
+#   complete one, but the one each rank sent first. So the chunks that travel around the ring
 #   hold only one rank's values.
 
 # %% tags=["answer"]
@@ -445,7 +445,7 @@ show("labs/lab_02/scenarios.py:ring_b")
 # shape **and dtype** (the pictures use integers).
 #
 # Sum **in place**: write into the given tensors, as `chunks[i] += y` and `chunks[i].copy_(y)` do;
-# `chunks[i] = ...` only puts another tensor into the list.
+# `chunks[i] = ...` only puts a new tensor into the list.
 
 
 # %%
@@ -531,9 +531,9 @@ axes.spines[["top", "right"]].set_visible(False)
 # ### Exercise 4: A tree with any root
 #
 # Write a broadcast by a binomial tree. In the first step the root sends to one other rank, in the
-# second both send to one more each, then all four do: the number of ranks that have `x` doubles in
+# second both send to one rank each, then all four do: the number of ranks that have `x` doubles in
 # each step. Any rank can be the root. On 4 ranks the tree takes 2 steps, on 7 ranks 3. To draw
-# yours, with root 2:
+# your tree (root 2):
 #
 # ```
 # plot.movement(watch_collective(world, "broadcast", lambda comm, x: my_tree(comm, x, 2), root=2))
@@ -646,7 +646,7 @@ report("02")
 # - **many channels**: NCCL runs several rings at once, over different links, and splits chunks
 #   further, so that additions and sends overlap;
 # - **double binary trees** (NCCL 2.4, 2019): every rank is a leaf in one tree but not in the other,
-#   so all ranks send nearly 2S, in 2⌈log₂ n⌉ steps plus one for each piece. This makes 1 GB cheap
+#   so all ranks send nearly 2S, in 2⌈log₂ n⌉ steps plus one per piece. This makes 1 GB cheap
 #   on 8,000 ranks;
 # - **Rabenseifner's algorithm**: a reduce-scatter by halving and an all-gather by doubling. For
 #   powers of two, it sends as few bytes as the ring, in as few steps as the tree. See

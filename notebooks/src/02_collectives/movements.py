@@ -1,5 +1,5 @@
-"""Checks of a collective's data movement: which ranks' data each rank has at the end, where it
-sends how many bytes, and in how many steps.
+"""Checks of a collective's data movement: which ranks' data each rank ends with, which
+ranks it sends to, the bytes that it sends, and the number of steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def in_words(content: Content, chunk: int) -> str:
 def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
     """Call student(comm, chunks) on a rank. Returns the indices of the chunks that were replaced by
     new tensors."""
-    given = list(chunks)  # kept alive, so that no new tensor gets their memory
+    given = list(chunks)  # kept alive, so that no new tensor reuses their memory
     student(comm, chunks)
     return [
         i

@@ -183,7 +183,7 @@ def _values_of(rank: int) -> torch.Tensor:
 def _check_bytes(
     rank: int, events: Sequence[Any], inside: Any, between: Any, nodes: int, per_node: int
 ) -> None:
-    """Fails if the rank's bytes over a group differ from the formulas; one rank sends none."""
+    """Fails if a rank's bytes over a group differ from the formulas; a group of 1 sends none."""
     nbytes, k, m = 64, per_node, nodes
     for name, group, enough in (
         ("between", between, 2 * (m - 1) * nbytes // (m * k)),
@@ -226,7 +226,7 @@ def read_log(student: Student) -> Iterator[str]:
     yield "channels and transports of 4 logs, one of them from a single node"
 
 
-READ: dict[str, tuple[int, set[str], set[str]]] = {  # channels, kinds inside nodes, and between
+READ: dict[str, tuple[int, set[str], set[str]]] = {  # channels, transports inside and between nodes
     "one_node": (2, {"P2P"}, set()),
     "sockets": (2, {"SHM"}, {"NET/Socket"}),
     "two_nodes": (4, {"P2P"}, {"NET/IB"}),
@@ -234,8 +234,8 @@ READ: dict[str, tuple[int, set[str], set[str]]] = {  # channels, kinds inside no
 }
 _READ_HINTS = {
     "channels": "log.main has the number of channels.",
-    "inside": "A set of kinds: of all connections between ranks on the same node.",
-    "between": "A set of kinds: of all connections between ranks on different nodes.",
+    "inside": "The set of kinds of all connections between ranks on the same node.",
+    "between": "The set of kinds of all connections between ranks on different nodes.",
 }
 
 

@@ -139,10 +139,10 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # all-reduce sends more bytes for the same S. The **bus bandwidth** divides the bytes that each rank
 # must send, whatever the algorithm, by the time. You can compare it with the speed of a link.
 #
-# **busbw = algbw × factor**, with one factor for each operation
+# **busbw = algbw × factor**, with one factor per operation
 
 # %% [markdown]
-# Three operations work on chunks: every rank has n of them before or after.
+# Three operations work on chunks: every rank has n chunks before or after.
 #
 # | operation | the result on rank r |
 # |---|---|
@@ -237,7 +237,7 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# Here are these factors in the library. `chunk_bytes` lists the sizes of the n chunks, so the
+# Here are the factors in the library. `chunk_bytes` lists the sizes of the n chunks, so the
 # result is exact even if S is not divisible by n.
 
 # %%
@@ -332,7 +332,7 @@ axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
 # For small messages the time hardly depends on the size: it is almost entirely a fixed cost per
-# step. For large ones busbw approaches the speed of the link, and this is what busbw is for: once
+# step. For large messages busbw approaches the link's speed, and this is what busbw is for: once
 # it is close, no algorithm with the same traffic can be much faster. (`labkit bench collectives`
 # measures such a table for all operations.)
 #
@@ -461,7 +461,7 @@ for order, sent in zip(orders, pairs):
 
 # %% [markdown]
 # Another classic bug: each rank belongs to *two* groups and all-reduces in both. Either order gives
-# the right sum, as long as all ranks use the same one. Here some ranks use the other order. First
+# the correct sum if all ranks use the same order. Here some ranks use the other order, at first
 # only rank 0:
 
 # %%

@@ -9,10 +9,10 @@ from labkit.events import CommEvent
 
 Links = Mapping[tuple[int, int], int]  # (source GPU, target GPU) -> number of NVLinks
 
-NVLINK_GBYTES = 25.0  # GB/s of one NVLink 2, in each direction
+NVLINK_GBYTES = 25.0  # GB/s of one NVLink 2, per direction
 PCIE_GBYTES = 8 * 16 * 128 / 130 / 8  # PCIe 3: 8 GT/s, 16 lanes, 128 of 130 bits are data
 
-# NVLinks of each pair of GPUs in a DGX-1 with V100s, 6 per GPU. Source: NVIDIA, "NVIDIA DGX-1
+# NVLinks per pair of GPUs in a DGX-1 with V100s, 6 per GPU. Source: NVIDIA, "NVIDIA DGX-1
 # With Tesla V100 System Architecture", 2017, and `nvidia-smi topo -m` on such a machine.
 _PAIRS = {
     (0, 1): 1, (0, 2): 1, (0, 3): 2, (0, 4): 2, (1, 2): 2, (1, 3): 1, (1, 5): 2, (2, 3): 2,
@@ -39,7 +39,7 @@ def ring_in_order(comm: Comm, x: torch.Tensor, order: Sequence[int]) -> None:
 
 
 def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tensor:
-    """[from, to]: the bytes that each rank sends to each other rank, from each rank's events."""
+    """[source, target]: bytes sent between each pair of ranks, from every rank's events."""
     n = len(events_of_ranks)
     sent_bytes = torch.zeros(n, n, dtype=torch.int64)
     for rank, events in enumerate(events_of_ranks):
@@ -70,6 +70,6 @@ def speed_of(hop: tuple[int, int], links: Links) -> float:
 
 
 def best_us(links: Links, ranks: int = 8, nbytes: float = 1e9) -> float:
-    """The lower bound for any rings: all NVLinks out of a GPU are saturated."""
+    """The lower bound over all choices of rings: all NVLinks out of a GPU are saturated."""
     link_count = sum(count for (gpu, _), count in links.items() if gpu == 0)
     return 1e-3 * 2 * (ranks - 1) / ranks * nbytes / (link_count * NVLINK_GBYTES)

@@ -91,7 +91,7 @@ def _check_weights(
 
 @exercise(points=2)
 def staleness(student: Student) -> Iterator[str]:
-    """staleness(order): the staleness of each update, for pushes taken in this order."""
+    """staleness(order): the staleness of each update if pushes are taken in this order."""
     cases = [
         [1, 1, 1],
         [1, 2, 3, 1, 2, 3],
@@ -114,7 +114,7 @@ def staleness(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def serve(student: Student) -> Iterator[str]:
-    """serve(comm, w, lr, pushes): takes pushes as they arrive, and answers each worker at once."""
+    """serve(comm, w, lr, pushes): applies pushes as they arrive and answers each worker at once."""
     for late in (2, 1):
         ran = run(3, run_server, student, late)
         answer = ran.values[0]

@@ -1,4 +1,4 @@
-"""Lab 04: answers run on ranks, and the results of a single process."""
+"""Lab 04: student answers run on ranks, and the results of a single process."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -23,8 +23,8 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 class Momentum:
-    """SGD with momentum, by hand: the first torch.optim optimizer of a process loads torch._dynamo,
-    which takes 1.3 s on each rank."""
+    """SGD with momentum, hand-written: a process's first torch.optim optimizer loads torch._dynamo,
+    which takes 1.3 s per rank."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float = 0.02):
         self.parameters, self.lr = list(parameters), lr
@@ -43,7 +43,7 @@ class Momentum:
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
-    """The weights after each of two steps, and how many parameters have optimizer state here."""
+    """The weights after each of two steps, and the number of parameters with optimizer state."""
     model, weights = small_model(), []
     optimizer = Momentum(model.parameters())
     for step in range(STEPS):
@@ -70,7 +70,7 @@ def expected_steps(size: int) -> list[Weights]:
 
 
 def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
-    """The staleness of each update by labkit's server, for pushes taken in these orders."""
+    """The staleness of each update on labkit's server if pushes are taken in these orders."""
     staleness = []
     for order in orders:
         model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def gradient(worker: int, weights: Tensor) -> Tensor:
 
 
 def run_server(comm: Any, student: Student, late: int) -> Any:
-    """The student's function serves on rank 0. Worker `late` starts when the other has finished."""
+    """Run the student's server on rank 0. Worker `late` starts after the other has finished."""
     weights = torch.zeros(3)
     if comm.rank == 0:
         taken = student(comm, weights, LR, PUSHES)
@@ -116,7 +116,7 @@ def run_server(comm: Any, student: Student, late: int) -> Any:
 
 
 def expected_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]:
-    """The final weights, and those each worker pulls, for pushes taken in this order."""
+    """The final weights, and the weights that each worker pulls, if pushes arrive in this order."""
     weights = torch.zeros(3)
     pulled: dict[int, list[Tensor]] = {1: [], 2: []}
     for worker in taken:
@@ -133,7 +133,7 @@ BEST_BYTES = 10_709_952  # over the busiest link, for `sizes_of_gpt`: the best k
 
 
 def sizes_of_gpt() -> list[int]:
-    """Bytes of each parameter of a small GPT."""
+    """Bytes of each parameter tensor in a small GPT."""
     with torch.device("meta"):
         return [p.nbytes for p in GPT.preset("1M", vocab=256).parameters()]
 
@@ -148,7 +148,7 @@ def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVER
 
 
 def split_bytes(nbytes: list[int]) -> int:
-    """The same if parameters could be split anywhere: each server has 1/n of the bytes."""
+    """Bytes on the busiest link if each server had exactly 1/n of the parameter bytes."""
     each = -(-sum(nbytes) // SERVERS)
     return 2 * (SERVERS - 1) * each + 2 * (sum(nbytes) - each)
 

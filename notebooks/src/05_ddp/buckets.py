@@ -1,5 +1,5 @@
 """A model of lab 05's bucket problem: gradients become ready one by one, a link sends full buckets,
-and after backward the ranks wait for the rest.
+and after backward the ranks wait for the remaining buckets.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from labkit.models import GPT
 
 FAST, SLOW = 50e9, 20e9  # FLOP/s of two machines
 LINK = Link(gbps=0.25, latency_us=500)
-BEST_US = 56_831  # the least possible wait, on both machines together
+BEST_US = 56_831  # the minimum wait, summed over both machines
 
 
 def all_reduce_us(nbytes: int, size: int = 2, link: Link = LINK) -> float:
@@ -20,8 +20,8 @@ def all_reduce_us(nbytes: int, size: int = 2, link: Link = LINK) -> float:
 
 
 def gradients_of(flops_per_s: float, tokens: int = 1024) -> tuple[list[int], list[float]]:
-    """Bytes of each gradient of the 1M GPT, and the microsecond at which backward has computed it,
-    in backward's order. A weight takes 4 FLOPs per token: 2 for its gradient and 2 for the
+    """For each gradient of the 1M GPT, in backward's order: its bytes, and the microsecond at which
+    backward has computed it. A weight takes 4 FLOPs per token: 2 for its gradient and 2 for the
     gradient of its input."""
     with torch.random.fork_rng(devices=[]):
         weights = list(GPT.preset("1M", vocab=256).parameters())[::-1]

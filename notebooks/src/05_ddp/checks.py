@@ -39,7 +39,7 @@ def average_gradients(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def average_in_buckets(student: Student) -> Iterator[str]:
-    """average_in_buckets(comm, model, bucket_bytes): the same, in one message per bucket."""
+    """average_in_buckets(comm, model, bucket_bytes): averages with one message per bucket."""
     for size, bucket_bytes in [(2, 200), (3, 100), (4, 10**6)]:
         ran = run(size, after_backward, partial(student, bucket_bytes=bucket_bytes))
         _check_gradients(size, [gradients for gradients, _ in ran.values], right_gradients(size))
@@ -73,7 +73,7 @@ def average_in_buckets(student: Student) -> Iterator[str]:
 @exercise(points=3)
 def Overlapped(student: Student) -> Iterator[str]:
     """Overlapped(comm, model): hooks send each gradient while backward runs; finish() waits."""
-    above = len(gradient_bytes()) - 2  # all except those of the first layer
+    above = len(gradient_bytes()) - 2  # all but the first layer's gradients
     for size in (2, 3):
         ran = run(size, two_steps, student)
         for rank, (steps, unawaited) in enumerate(ran.values):
@@ -121,7 +121,7 @@ def Overlapped(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def accumulate(student: Student) -> Iterator[str]:
-    """accumulate(ddp, parts): the gradient of the whole batch, sent once."""
+    """accumulate(ddp, parts): computes the gradient of the whole batch and sends it once."""
     for size, rows in [(2, [3, 3, 3, 3]), (2, [4, 4, 4, 1]), (3, [2, 1])]:
         ran = run(size, accumulated, student, rows)
         even = len(set(rows)) == 1
@@ -146,7 +146,7 @@ def accumulate(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def choose_buckets(student: Student) -> Iterator[str | Score]:
-    """choose_buckets(nbytes, ready_us): how many gradients each bucket takes."""
+    """choose_buckets(nbytes, ready_us): the number of gradients per bucket."""
     total_us = 0.0
     for name, speed in (("slow", SLOW), ("fast", FAST)):
         nbytes, ready_us = gradients_of(speed)

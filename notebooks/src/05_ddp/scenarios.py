@@ -1,6 +1,6 @@
-"""Lab 05: answers run on ranks.
+"""Lab 05: student answers run on ranks.
 
-All ranks have the same small model; each has its share of a batch of random rows.
+All ranks have the same small model; each rank has its shard of a batch of random rows.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def current_gradients(model: nn.Module) -> Gradients:
 
 
 def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]]:
-    """Gradients and weights after one backward and a call of the student's function."""
+    """Gradients and weights after one backward and a call to the student's function."""
     model, (x, y) = small_model(), some_rows(4 * comm.size)
     shard = slice(4 * comm.rank, 4 * comm.rank + 4)
     F.mse_loss(model(x[shard]), y[shard]).backward()
@@ -33,8 +33,8 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
-    """For each step, when backward reaches the first layer: all-reduces started, blocking and
-    waited for; the gradients; and how many all-reduces of the last step are never waited for."""
+    """Per step, the all-reduces started, blocking and waited for when backward reaches the first
+    layer, and the gradients; then, the number of last-step all-reduces never waited for."""
     model, steps = small_model(), []
     overlapped = student(comm, model)
     for step in range(2):
@@ -75,7 +75,7 @@ def accumulated(comm: Any, student: Student, rows: list[int]) -> tuple[Gradients
 def sent_in_buckets(
     comm: Any, student: Student, nbytes: list[int], ready_us: list[float]
 ) -> list[int]:
-    """The student's counts, after an all-reduce of each bucket."""
+    """The student's counts, after one all-reduce per bucket."""
     counts = student(list(nbytes), list(ready_us))
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         first = 0

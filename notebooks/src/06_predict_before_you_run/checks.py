@@ -227,7 +227,7 @@ def volumes(student: Student) -> Iterator[str]:
 
 _VOLUMES = {  # strategy -> hint
     "data": "One all-reduce of all gradients: 2(n-1)/n of their bytes.",
-    "tensor": "How often is x all-reduced in a layer, forward and backward together?",
+    "tensor": "How many times does a layer all-reduce x, forward and backward together?",
     "pipeline": "What does a middle rank send to the right, and what to the left?",
 }
 
@@ -238,7 +238,7 @@ Program = list[tuple[str, Any]]
 
 
 def _programs() -> list[Program]:
-    """Small programs, each for one rule, then random ones from a fixed seed."""
+    """Small programs, one per rule, then random programs from a fixed seed."""
     programs: list[Program] = [
         [("compute", 3.0), ("compute", 2.0)],
         [("send", 4.0), ("compute", 1.0), ("wait", 0)],
@@ -336,5 +336,5 @@ def step_in_closed_form_s(student: Student) -> Iterator[str | Score]:
     yield Score(error, BEST_ERROR, "permille of mean error")
 
 
-OVERLAP_ERROR = 64  # of overlap_s in the lab
+OVERLAP_ERROR = 64  # error of the lab's overlap_s
 BEST_ERROR = 7  # the best known

@@ -13,7 +13,7 @@ from labkit.replaying import dry_run, replay
 from labkit.trace import Trace, split_of
 
 RANKS = 32
-MODELS = (  # MB of a bucket, rows, sizes: a large vocabulary, small buckets, wide layers
+MODELS = (  # MB per bucket, rows, sizes: a large vocabulary, small buckets, wide layers
     (25, 2, {"vocab": 32_000, "width": 768, "depth": 3, "heads": 12, "context": 512}),
     (4, 4, {"vocab": 8_192, "width": 512, "depth": 4, "heads": 8, "context": 512}),
     (10, 1, {"vocab": 1_024, "width": 2048, "depth": 2, "heads": 16, "context": 1024}),
@@ -34,7 +34,7 @@ class Facts:
 
 @cache
 def steps() -> list[tuple[str, Facts, float]]:
-    """Name of each configuration, its facts, and the replayed seconds of its step."""
+    """Each configuration's name, its facts, and the replayed seconds of a step."""
     configurations = []
     for bucket_mb, rows, sizes in MODELS:
         trace = dry_run(partial(_train, bucket_mb, rows, sizes), ranks=RANKS)

@@ -16,7 +16,7 @@ from labkit.replaying import Compute, Costs, Issue, run
 
 RANKS, TOKENS, MESSAGES = 32, 8192, 10
 ELEMENT_BYTES = 2  # gradients in 16 bits
-CLUSTERS = ("v100-cloud", "dgx-h100")  # a slow link, a fast one
+CLUSTERS = ("v100-cloud", "dgx-h100")  # with a slow and a fast link
 BEST_KB = 100_880  # the sum of both clusters' peaks: the best known
 
 
@@ -42,11 +42,11 @@ class Backward:
         return list(zip((when for when, _ in changes), accumulate(change for _, change in changes)))
 
     def peak_bytes(self, counts: Sequence[int]) -> int:
-        """The largest of `held_bytes`."""
+        """The maximum over `held_bytes`."""
         return max(nbytes for _, nbytes in self.held_bytes(counts))
 
     def _sent_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:
-        """When each bucket has been sent, by the replay's clock, which here counts µs."""
+        """The microsecond when each bucket has been sent, by the replay's clock."""
         program: list[Compute | Issue] = []
         now_us = 0.0
         for i, last in enumerate(ends[1:]):
@@ -75,7 +75,7 @@ def backwards() -> list[Backward]:
     numels = [p.numel() for p in reversed(weights)]
     cases = []
     for name in CLUSTERS:
-        flops_per_s = 0.5 * cluster(name).device.peak_flops["float16"]  # half of the peak is usual
+        flops_per_s = 0.5 * cluster(name).device.peak_flops["float16"]  # half the peak is typical
         ready_us = accumulate(1e6 * 4 * numel * TOKENS / flops_per_s for numel in numels)
         nbytes = tuple(ELEMENT_BYTES * numel for numel in numels)
         cases.append(Backward(name, nbytes, tuple(ready_us)))
@@ -83,7 +83,7 @@ def backwards() -> list[Backward]:
 
 
 def equal_counts(gradients: int, messages: int) -> list[int]:
-    """Equally many gradients in each bucket, as far as possible."""
+    """The number of gradients per bucket; counts differ by at most one."""
     return counts_of([gradients * i // messages for i in range(messages + 1)])
 
 

@@ -37,7 +37,7 @@ LAYOUTS: tuple[tuple[list[int], int], ...] = (
 
 @exercise(points=2)
 def pieces(student: Student) -> Iterator[str]:
-    """pieces(numels, ranks, rank): the part of each tensor in the share of `rank`."""
+    """pieces(numels, ranks, rank): the slice of each tensor in `rank`'s share."""
     for numels, ranks in LAYOUTS:
         layout = FlatPartition([torch.Size([numel]) for numel in numels], ranks)
         for rank in range(ranks):
@@ -80,7 +80,7 @@ def ToOwners(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ShardedAdam(student: Student) -> Iterator[str]:
-    """ShardedAdam(comm, flat, lr): Adam on this rank's share, in fp32; then all get all weights."""
+    """ShardedAdam(comm, flat, lr): fp32 Adam on this rank's share, then all-gathered weights."""
     size = 3
     warm(size, first_optimizer)
     ran = run(size, run_adam_steps, student)
@@ -148,7 +148,7 @@ def clip(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def choose_buckets(student: Student) -> Iterator[str | Score]:
-    """choose_buckets(backward, messages): how many gradients each bucket takes."""
+    """choose_buckets(backward, messages): the number of gradients per bucket."""
     total = equal_total = 0
     for case in backwards():
         ran = run(2, sent_in_buckets, student, case)
@@ -198,7 +198,7 @@ def _check_pieces(
 
 
 def _check_in_flight(rank: int, step: Any, full: int) -> None:
-    """Fails unless, in mid-backward, all `full` buckets are in flight and their gradients freed."""
+    """Fails unless, during backward, all `full` buckets are in flight and their gradients freed."""
     moment = "when backward reached the first layer"
     if step.started != full:
         fail(
@@ -229,7 +229,7 @@ def _check_in_flight(rank: int, step: Any, full: int) -> None:
 def _check_shares(
     size: int, rank: int, seed: int, returned: Any, expected_shares: list[Tensor]
 ) -> None:
-    """Fails unless the rank has its share of the mean for each bucket."""
+    """Fails unless the rank has its share of every bucket's mean."""
     context = f"on {size} ranks" + (", in the second step" if seed else "")
     expected = f"a list of {len(expected_shares)} tensors, one for each bucket"
     several(returned, len(expected_shares), f"{context}, rank {rank}'s `shares` is", expected)
@@ -244,10 +244,10 @@ def _check_shares(
                 fail(
                     f"{context}, rank {rank}'s share of bucket {i} is {ratio:.3g} × the right one.",
                     expected="the mean over the ranks",
-                    hint="How many gradients did you add, and how often did you divide?",
+                    hint="Did you divide once, by the number of gradients you added?",
                 )
         elif isinstance(actual, Tensor):
-            hint = f"The padded bucket has {size} × {len(correct)} elements: pad it with zeros."
+            hint = f"Pad the bucket with zeros to {size} × {len(correct)} elements."
         fail(f"{context}, rank {rank}'s share of bucket {i} is {problem}.", hint=hint)
 
 
@@ -287,7 +287,7 @@ def _check_weights(
     if actual.dtype != expected.dtype:
         fail(f"rank {rank}'s weights have become {actual.dtype}.", expected=str(expected.dtype))
     share = len(expected) // size
-    within = 1 / 128  # the spacing of bf16: another order of operations may round otherwise
+    within = 1 / 128  # the spacing of bf16: a different order of operations may round differently
     is_right = [
         not difference(own.float(), correct.float(), within)
         for own, correct in zip(actual.split(share), expected.split(share))
@@ -315,7 +315,7 @@ def _check_weights(
 
 
 def _check_weight_bytes(size: int, ran: Ran, weights_bytes: int) -> None:
-    """Fails unless, in each step, each rank sends its share of the bf16 weights to all others."""
+    """Fails unless, in each step, each rank sends its bf16 weight share to all other ranks."""
     expected = ADAM_STEPS * (size - 1) * weights_bytes
     if sum(ran.sent_bytes) != expected:
         fail(

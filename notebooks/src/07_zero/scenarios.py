@@ -1,4 +1,4 @@
-"""Lab 07: answers run on ranks, and the results of a single process."""
+"""Lab 07: student answers run on ranks, and the results of a single process."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +14,7 @@ from labkit.course.samples import Passing, right_gradients, small_model, some_ro
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
 
-BUCKET_SIZES = (2, 3, 3)  # parameters in each bucket, the last parameter first
+BUCKET_SIZES = (2, 3, 3)  # parameters per bucket, the last parameter first
 ADAM_STEPS, LR = 20, 1e-2
 
 
@@ -41,9 +41,9 @@ class Step(NamedTuple):
     """A rank's record of one step of backward and finish()."""
 
     started: int  # reduce-scatters started when backward reaches the first layer
-    blocking: int  # of these
-    waited: int  # of these
-    not_freed: int  # gradients of buckets that are in flight
+    blocking: int  # started reduce-scatters that block
+    waited: int  # started reduce-scatters already waited for
+    not_freed: int  # gradients not freed although their bucket is in flight
     shares: Any
     left: list[str]  # parameters that have a .grad at the end
     held_bytes: int  # allocated in this step, and still held at the end
@@ -163,7 +163,7 @@ def run_adam_steps(comm: Any, student: Student) -> tuple[Tensor, int]:
 
 
 def run_clip(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Tensor]]:
-    """The value of the student's function, and this rank's shares afterwards."""
+    """The result of the student's function, and this rank's shares afterward."""
     shares = [part.clone() for part in shares_of_rank(comm.size, comm.rank)]
     norm = student(comm, shares, max_norm)
     return norm, shares

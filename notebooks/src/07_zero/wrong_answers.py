@@ -42,7 +42,7 @@ AllReduces: rank 0 calls all_reduce
     self.handles.clear() ->
         self.handles.clear()
         self.shares = [share.clone() for share in self.shares]
-# The next two send every bucket correctly, but too late to overlap.
+# The next two answers send every bucket correctly, but too late to overlap.
 SendsInFinish: had sent 0 buckets, but 2 were full
     self.missing[i] -= 1
     if self.missing[i]:

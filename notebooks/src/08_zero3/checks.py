@@ -27,7 +27,7 @@ from .scenarios import (
     weights,
 )
 
-BEST_US = 169_739  # of choose_units, the best known
+BEST_US = 169_739  # for choose_units: the best known
 
 
 # ---- gather_unit(comm, share, shapes)
@@ -131,7 +131,7 @@ def _check_memory(
         )
     too_much = actual["peak_bytes"] - reference["peak_bytes"]
     two_more = 2 * 4 * max(FlatPartition([shape], size).padded for shape in LAYERS)
-    if too_much > two_more:  # one copy to flatten it, another to divide it
+    if too_much > two_more:  # one copy to flatten dw, one to divide it
         fail(
             f"{context} holds {too_much:,} bytes more than necessary at its peak.",
             expected="at most one layer's whole weight and whole gradient",
@@ -225,7 +225,7 @@ def _check_call(context: str, call: dict[str, Any], size: int, ahead: int, last:
 
 @exercise(points=3)
 def choose_units(student: Student) -> Iterator[str | Score]:
-    """choose_units(layers, link, limit_bytes): how many layers each unit has, and the prefetch."""
+    """choose_units(layers, link, limit_bytes): the number of layers per unit, and the prefetch."""
     layers, total_us = layers_of(), 0.0
     for name, link in LINKS.items():
         returned = alone(student, list(layers), link, LIMIT_BYTES)

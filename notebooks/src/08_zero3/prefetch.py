@@ -1,5 +1,5 @@
-"""A model of lab 08's open exercise: layers grouped into units, which are gathered `prefetch` units
-ahead; the waiting by the virtual clock, and the peak memory.
+"""A model of lab 08's open exercise: layers form units, which are gathered `prefetch` units ahead.
+It computes the exposed time by the virtual clock, and the peak memory.
 
     forward     gather 0 | compute 0 | compute 1 | ...      gathers start `prefetch` units early
     backward    gather k | compute k | compute k-1 | ...    a reduce-scatter follows each unit
@@ -14,7 +14,7 @@ from labkit.replaying.engine import Compute, Issue, Wait, run
 
 @dataclass(frozen=True)
 class Layer:
-    """An indivisible part of a model: its parameters' bytes in the compute dtype, its seconds."""
+    """An indivisible part of a model: parameter bytes in the compute dtype, compute seconds."""
 
     name: str
     nbytes: int
@@ -38,7 +38,7 @@ class Link:
         return steps * (self.latency_s + nbytes / self.ranks / self.bytes_per_s)
 
 
-# Sixteen nodes with one link each, of a short and of a long latency.
+# Sixteen nodes with one link each; the links have a short or a long latency.
 LINKS = {
     "short": Link(ranks=16, latency_s=20e-6, bytes_per_s=40e9),
     "long": Link(ranks=16, latency_s=300e-6, bytes_per_s=40e9),
@@ -47,8 +47,8 @@ LIMIT_BYTES = 900_000_000
 
 
 def layers_of(flops_per_s: float = 150e12) -> list[Layer]:
-    """A GPT of 1.5 billion parameters in bf16, 2 rows of 2,048 tokens: the tables, attention and
-    MLP of each of 16 layers, the head."""
+    """A GPT of 1.5 billion parameters in bf16, 2 rows of 2,048 tokens: the tables, the attention
+    and MLP of each of 16 layers, and the head."""
     vocab, width, depth, rows, tokens = 50_257, 2560, 16, 2, 2 * 2048
     attention, mlp = 4 * width**2, 8 * width**2
     core_s = attention_core_flops(width, rows, tokens // rows) / flops_per_s
@@ -62,7 +62,7 @@ def layers_of(flops_per_s: float = 150e12) -> list[Layer]:
 
 
 def units_of(counts: Sequence[int], layers: Sequence[Layer]) -> list[list[Layer]]:
-    """The layers of each unit, counts[i] in unit i."""
+    """The layers of each unit; unit i has counts[i] layers."""
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [list(layers[end - count : end]) for count, end in zip(counts, ends)]
 

@@ -1,4 +1,4 @@
-"""Lab 08: answers run on ranks, units of a model as shares, and the results of a single process."""
+"""Lab 08: answers run on ranks, a model's units as shares, and single-process results."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from labkit.parallel.common.flat import FlatPartition
 
 SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76: 3 ranks need padding
 LAYERS = [torch.Size(shape) for shape in ((32, 12), (20, 32), (9, 20))]  # weights [out, in]
-UNITS = (50, 64, 37, 90, 21, 70)  # elements of each share
+UNITS = (50, 64, 37, 90, 21, 70)  # elements per share
 
 
 # ---- gather_unit(comm, share, shapes)
@@ -37,7 +37,7 @@ def share_of(tensors: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
 
 
 def run_gather(comm: Comm, student: Student) -> tuple[Any, int]:
-    """The value of the student's gather, and its peak memory in bytes."""
+    """The result of the student's gather, and its peak memory in bytes."""
     share = share_of(unit_parameters(), comm.rank, comm.size)
     with PeakMemory() as memory:
         returned = student(comm, share, list(SHAPES))
@@ -54,7 +54,7 @@ def weights() -> list[Tensor]:
 
 
 def rows_of(rank: int) -> Tensor:
-    """The input of this rank, 6 rows."""
+    """This rank's input of 6 rows."""
     return torch.randn(6, LAYERS[0][1], generator=torch.Generator().manual_seed(800 + rank))
 
 
@@ -69,7 +69,7 @@ def single_process(size: int) -> list[Tensor]:
 
 def unsharded(rank: int, size: int) -> dict[str, Any]:
     """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
-    between the two, peak bytes plus a layer's weight and gradient and all shares' gradients."""
+    between the passes, peak bytes plus a layer's weight and gradient and all shares' gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
         value = _loss(x, [partial(_linear, weight=w) for w in whole])
@@ -87,7 +87,7 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
-    """A scalar: the squares of `x` after the layers, each followed by tanh, summed up."""
+    """The sum of the squares of `x` after the layers, each followed by tanh."""
     for layer in layers:
         x = layer(x).tanh()
     return x.square().sum()
@@ -95,7 +95,7 @@ def _loss(x: Tensor, layers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
 
 def run_layers(comm: Comm, layer: Any) -> dict[str, Any]:
     """A forward and a backward through three of the student's layers: loss, gradients of x and of
-    the shares, bytes held between the two, and peak bytes."""
+    the shares, bytes held between the passes, and peak bytes."""
     shares = [share_of([w], comm.rank, comm.size).requires_grad_() for w in weights()]
     x = rows_of(comm.rank).requires_grad_()
     with PeakMemory() as memory:
@@ -149,7 +149,7 @@ class LayerRecorder:
 
 
 def run_forward(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dict[str, Any]]]:
-    """The value of the student's forward, and the record of each `layer` call."""
+    """The result of the student's forward, and the record of each `layer` call."""
     whole = [unit_flat(i, comm.size) for i in range(len(UNITS))]
     shares = [x.tensor_split(comm.size)[comm.rank].clone() for x in whole]
     with listen() as events:
@@ -159,7 +159,7 @@ def run_forward(comm: Comm, student: Student, ahead: int) -> tuple[Any, list[dic
 
 
 def expected_output(size: int) -> Tensor:
-    """The output of all units, one after another, for an x of ones."""
+    """The output after all units in sequence, for an x of ones."""
     x = torch.ones(3)
     for i in range(len(UNITS)):
         x = 0.5 * x + unit_flat(i, size).sum()

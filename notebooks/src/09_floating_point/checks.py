@@ -52,7 +52,7 @@ def decode(student: Student) -> Iterator[str]:
 
 
 def _patterns(fmt: Format) -> list[int]:
-    """All patterns of 8 bits; of 16 bits, those at the edges and thousands of others."""
+    """All 8-bit patterns; for 16 bits, the edge cases and every 15th pattern."""
     f, sign = fmt.fraction_bits, 1 << (fmt.width_bits - 1)
     top = (2**fmt.exponent_bits - 1) << f
     edges = [0, 1, 2**f - 1, 2**f, fmt.bias << f, top - 1, top, top + 1, sign - 1]
@@ -95,7 +95,7 @@ def nearest(student: Student) -> Iterator[str]:
 
 
 def _values_to_round(fmt: Format) -> list[float]:
-    """Values at and near the midpoint of two numbers: at 1, at powers of 2, at both ends."""
+    """Values at and near midpoints of neighboring numbers: at 1, at powers of 2, at both ends."""
     largest, normal = float(fmt.largest), float(fmt.smallest_normal)
     places = [0.75, 1.0, 1.5, 3.0, 2 - float(fmt.epsilon), normal * 2, normal, normal / 2, largest]
     values = [0.0, float(fmt.smallest_subnormal) / 2, float(fmt.smallest_subnormal) * 0.51]

@@ -11,9 +11,9 @@ import torch
 
 
 class Adder:
-    """Adds and subtracts like a processor that has fp16 only.
+    """Adds and subtracts like an fp16-only processor.
 
-    Raises ValueError for a number that is not in fp16."""
+    Raises ValueError for a number that fp16 cannot represent."""
 
     def __init__(self) -> None:
         self.calls, self.results = 0, {0.0}
@@ -37,7 +37,7 @@ class Adder:
 
 
 def run_sum(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
-    """The value of my_sum, whether add or sub returned it, and the number of their calls."""
+    """The result of my_sum, whether add or sub returned it, and the number of calls to both."""
     adder = Adder()
     total = student(list(values), adder.add, adder.sub)
     return total, total in adder.results, adder.calls
@@ -68,14 +68,14 @@ def shard(rank: int) -> torch.Tensor:
 
 
 def run_gather(comm: Any, student: Callable[..., Any], block: int) -> Any:
-    """On a rank: the student's result for this rank's shard and the others'."""
+    """On a rank: the student's gather of this rank's shard with all other ranks' shards."""
     return student(comm, shard(comm.rank), block)
 
 
 # ---- levels for 4-bit numbers
 
 BITS = 4
-BEST_MILLIONTHS = 20_270  # of the variance lost: the best known
+BEST_MILLIONTHS = 20_270  # of the variance: the lowest error known
 
 
 @cache
@@ -88,7 +88,7 @@ def sample(seed: int) -> torch.Tensor:
 
 
 def codebook_error(levels: Sequence[float], seed: int = 1) -> float:
-    """The mean squared error of new values at their nearest level, over their variance."""
+    """The mean squared error of new values at their nearest level, divided by their variance."""
     x = sample(seed)
     table = torch.tensor(sorted(levels), dtype=torch.float64)
     nearest = (x[:, None] - table).abs().amin(dim=1)

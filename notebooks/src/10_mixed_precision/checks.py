@@ -153,7 +153,7 @@ def master_step(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def Chooser(student: Student) -> Iterator[str | Score]:
-    """Chooser(): a scale for each step of a run, so that as few gradients as possible are lost."""
+    """Chooser(): the scale for each step of a run; as few gradients as possible should be lost."""
     scales = alone(scales_of, student)
     for step, scale in enumerate(scales):
         usable = isinstance(scale, (int, float)) and math.isfinite(scale) and scale > 0

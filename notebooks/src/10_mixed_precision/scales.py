@@ -1,4 +1,4 @@
-"""The open exercise of lab 10, by formulas: which gradients of a training run each scale loses.
+"""The open exercise of lab 10, by formulas: the gradients that a scale loses in a training run.
 
     gradients of a step   their log2 is normally distributed, centered 26 below the largest
     largest               falls as the model learns, wanders, and sometimes jumps
@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 STEPS, INTERVAL = 400, 20
-SPREAD, BELOW = 6.0, 26.0  # log2 of the gradients: deviation, and center below the largest
+SPREAD, BELOW = 6.0, 26.0  # log2 of gradients: standard deviation; largest minus center
 BEST_LOST = 130_320  # of 4,000,000 gradients: the best known
 ZERO_LOG2, FP16_MAX = -25.0, 65504.0  # log2 of half of fp16's smallest number; fp16's largest
 
 
 class Step(NamedTuple):
-    """log2 of the magnitudes of its unscaled gradients."""
+    """log2 of the gradients' magnitudes before scaling."""
 
     center: float
     largest: float
@@ -47,7 +47,7 @@ def lost(step: Step, scale: float) -> float:
 
 
 def scales_of(make: Callable[[], Any]) -> list[Any]:
-    """A chooser's scale at each step; after the step it receives the largest gradient, or inf."""
+    """The scale at each step; after a step, the chooser gets the largest gradient, or inf."""
     chooser, scales = make(), []
     for step in gradients_of_a_run():
         scale = chooser.scale
@@ -58,7 +58,7 @@ def scales_of(make: Callable[[], Any]) -> list[Any]:
 
 
 def total_lost(scales: Sequence[float]) -> int:
-    """Lost gradients, if each step has 10,000."""
+    """The number of lost gradients if each step has 10,000 gradients."""
     steps = zip(gradients_of_a_run(), scales, strict=True)
     return round(10_000 * sum(lost(step, scale) for step, scale in steps))
 

@@ -1,4 +1,4 @@
-"""Runs of lab 10's answers on ranks or in one process, and the right results."""
+"""Runs of lab 10's answers on ranks or in one process, and the correct results."""
 
 import random
 from typing import Any
@@ -30,7 +30,7 @@ def runs_in_cases() -> list[tuple[str, Types, torch.dtype]]:
 
 
 def right_dtype(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
-    """The dtype by the autocast policy for GPUs."""
+    """The dtype under the autocast policy for GPUs."""
     widest = torch.float32 if torch.float32 in types else low
     return {"low": low, "fp32": torch.float32, "promote": widest}.get(CUDA.of(op))
 
@@ -41,13 +41,13 @@ INTERVALS = (1, 3, 4)
 
 
 def infinities(interval: int) -> list[bool]:
-    """For each step, whether its gradients overflow; most do not."""
+    """Whether the gradients overflow, per step; in most steps they do not."""
     rng = random.Random(interval)
     return [rng.random() < 0.15 for _ in range(60)]
 
 
 def student_scales(student: Student, interval: int) -> list[Any]:
-    """The results of the student's update over a series of steps, each from the previous result."""
+    """The student's updates over a series of steps; each update starts from the previous result."""
     scale, good, results = 2.0**16, 0, []
     for found_inf in infinities(interval):
         answer = student(scale, good, found_inf, interval)
@@ -57,7 +57,7 @@ def student_scales(student: Student, interval: int) -> list[Any]:
 
 
 def right_scales(interval: int) -> list[tuple[float, int]]:
-    """The results of `DynamicScale` over the same series."""
+    """The updates of `DynamicScale` over the same series."""
     scaler, results = DynamicScale(2.0**16, 2.0, 0.5, interval), []
     for found_inf in infinities(interval):
         scaler.after_step(found_inf)
@@ -68,7 +68,7 @@ def right_scales(interval: int) -> list[tuple[float, int]]:
 # --- unscale(comm, pieces, scale)
 
 SCALE = 2.0**16
-CASES: dict[str, tuple[int, float]] = {  # the rank with a non-finite element, or -1; the element
+CASES: dict[str, tuple[int, float]] = {  # rank with a non-finite element (-1: none); the element
     "all gradients are finite": (-1, 0.0),
     "rank 1 has an inf": (1, torch.inf),
     "rank 0 has a NaN": (0, torch.nan),
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[int, float]] = {  # the rank with a non-finite element, o
 
 
 def scaled_gradients(rank: int, size: int, case: str) -> list[Tensor]:
-    """Two scaled fp16 gradients per rank; the last of three ranks has none."""
+    """Two scaled fp16 gradients per rank; rank 2 has no gradients."""
     if rank == 2:
         return []
     bad_rank, element = CASES[case]
@@ -88,12 +88,12 @@ def scaled_gradients(rank: int, size: int, case: str) -> list[Tensor]:
 
 
 def right_gradients(rank: int, size: int) -> list[Tensor]:
-    """This rank's unscaled gradients if all are finite."""
+    """This rank's unscaled gradients if all gradients are finite."""
     return [x.float() / SCALE for x in scaled_gradients(rank, size, "all gradients are finite")]
 
 
 def run_unscale(comm: Any, student: Student, case: str) -> Any:
-    """Runs on a rank: the student's result for its gradients."""
+    """On a rank: the student's result for this rank's gradients."""
     return student(comm, scaled_gradients(comm.rank, comm.size, case), SCALE)
 
 

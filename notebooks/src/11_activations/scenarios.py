@@ -21,7 +21,7 @@ ROWS, WIDTH = 64, 128
 
 
 class TwoStreams(nn.Module):
-    """Returns the next x and adds to a second stream; autograd saves far more than its inputs."""
+    """Returns the next x and adds to a second stream; autograd saves far more than the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ def applied(function: Any) -> Callable[..., Any]:
 
 
 class Host:
-    """Host memory. `put` copies a storage's bytes to it and returns a key; `get` makes a new
-    storage from them. `put_bytes` counts the bytes copied so far."""
+    """Host memory. `put` copies a storage's bytes to the host and returns a key; `get` makes a
+    new storage from the copy. `put_bytes` counts the bytes copied so far."""
 
     def __init__(self) -> None:
         self._copies: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory ignores it
@@ -134,7 +134,7 @@ QUERIES, TILE, HEAD = 16, 32, 8
 
 
 def tiles(count: int, large: float) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values, made on demand; the last tile has the largest scores."""
+    """Keys and values, generated on demand; the last tile has the largest scores."""
     for i in range(count):
         torch.manual_seed(10 + i)
         yield large * (i + 1) / count * torch.randn(TILE, HEAD), torch.randn(TILE, HEAD)
@@ -195,7 +195,7 @@ def best_plan(budget_bytes: int) -> Plan:
 
 
 def best_uniform(budget_bytes: int) -> Plan:
-    """The plan with the least recompute among those with one choice for all layers."""
+    """The plan with the least recompute among plans with one choice for all layers."""
     costs = u_shaped_costs()
     plans = [plan_of(costs, [name] * len(SEQUENCES)) for name in ("none", "selective", "full")]
     return next(plan for plan in plans if plan.peak_bytes <= budget_bytes)

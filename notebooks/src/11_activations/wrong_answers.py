@@ -10,7 +10,7 @@ from .scenarios import u_shaped_costs
 # ---- Again: forward(ctx, layer, *inputs), backward(ctx, *gradients)
 
 Solution("11.Again").slips("""
-# The gradient of this one sum is that of all outputs.
+# One weighted sum of all outputs gives the same gradients.
 OneSum
     torch.autograd.backward(outputs, gradients) ->
         with torch.enable_grad():
@@ -142,7 +142,7 @@ def ignores_need_bytes(blocks, budget_bytes):
 
 @right("11.choose")
 def halves(blocks, budget_bytes):
-    """One choice for the first layers, another for the rest."""
+    """One choice for the first layers, a different choice for the remaining layers."""
     plans = []
     for one, other in product(blocks[0], repeat=2):
         for cut in range(len(blocks) + 1):

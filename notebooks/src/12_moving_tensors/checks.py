@@ -15,7 +15,7 @@ from .scenarios import BLOCKS, prefetch_log, run_bring_half, run_double_buffered
 
 # ---- bring_half(bus, x, bus_rate, here_rate, there_rate)
 
-RATES = (  # bytes per second of the bus, of casts on the source and target; when to cast
+RATES = (  # bytes/s: bus, cast on the source, cast on the target; when to cast
     (2e9, 20e9, 20e9, "before"),
     (60e9, 20e9, 3000e9, "after"),
     (6e9, 20e9, 2000e9, "before"),
@@ -65,7 +65,7 @@ def bring_half(student: Student) -> Iterator[str]:
 
 @exercise(points=2, yields=True)
 def prefetched(student: Student) -> Iterator[str]:
-    """prefetched(load, n, ahead): yields the weights of each block, with `ahead` more in flight."""
+    """prefetched(load, n, ahead): yields each block's weights, with `ahead` loads in flight."""
     for n, ahead in ((5, 1), (6, 3), (3, 0), (2, 4), (1, 1), (0, 2)):
         _check_log(alone(prefetch_log, student, n, ahead), n, ahead)
     yield "all blocks in order, each waited for before it is used"
@@ -162,7 +162,7 @@ def double_buffered(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def plan(student: Student) -> Iterator[str | Score]:
-    """plan(model): which blocks stay on the device, and how many to load ahead."""
+    """plan(model): the blocks that stay on the device, and the number to load ahead."""
     total = streamed = 0.0
     for model in models():
         keep, ahead = _plan_of(alone(student, model), model)

@@ -1,23 +1,23 @@
-"""The open exercise of lab 12, by formulas: passes of a model that is larger than its device.
+"""The open exercise of lab 12, by formulas: passes of a model that exceeds its device's memory.
 
     kept       blocks that stay on the device
     streamed   all other blocks: they cross the bus in every pass, into `ahead` + 1 buffers as
-               large as the largest of them
+               large as the largest streamed block
 
-The time of a pass follows from when the bus is free, a buffer is free, and the weights are loaded.
+The time of a pass depends on when the bus and a buffer are free, and when the weights are loaded.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
-PASSES = 4  # until a pass takes as long as the one before
+PASSES = 4  # until the time of a pass is constant
 BEST_MS = 650  # for one pass of each model: the best known
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """The bytes and compute times of a model's blocks; its bus, and the memory of its device."""
+    """A model's bytes and compute time per block, its bus, and its device's memory."""
 
     name: str
     nbytes: tuple[int, ...]
@@ -51,8 +51,8 @@ class Offloaded:
 
 @cache
 def models() -> list[Offloaded]:
-    """A GPT whose every fourth block has experts, so it is larger but only a little slower; with
-    few tokens per pass, and with many. fp16; a bus of 25 GB/s (PCIe 4.0: 31.5); 5 of 10.7 GB fit.
+    """A GPT whose every fourth block has experts, so the block is larger but only slightly slower;
+    with few or many tokens per pass. fp16; a bus of 25 GB/s (PCIe 4.0: 31.5); 5 of 10.7 GB fit.
     """
     width, blocks = 4096, 20
     dense, experts = 2 * 12 * width**2, 2 * (4 + 8 * 3) * width**2

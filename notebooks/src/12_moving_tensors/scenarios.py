@@ -1,5 +1,5 @@
-"""Buses for the checks of lab 12: one delays each copy until a wait for it, one signals the end of
-each copy. They detect missing and superfluous waits without a clock.
+"""Buses for the checks of lab 12: HeldBus delays each copy until it is waited for, WatchedBus
+signals the end of each copy. Both detect missing and superfluous waits without a clock.
 """
 
 import threading
@@ -12,12 +12,12 @@ from torch import Tensor
 from labkit.memory.bus import Arrival, Bus
 from labkit.memory.peak import PeakMemory
 
-DEADLINE_S = 2.0  # for events that are due at once
-BLOCKS = (300, 500, 100, 700, 200, 600)  # elements of the blocks of `double_buffered`
+DEADLINE_S = 2.0  # for events expected immediately
+BLOCKS = (300, 500, 100, 700, 200, 600)  # elements per block, for `double_buffered`
 
 
 class HeldBus(Bus):
-    """Copies only upon `wait`, or after `release`: a read before that sees old data."""
+    """Copies only upon `wait`, or after `release`: an earlier read sees old data."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A chain of layers to shard with few bytes sent: the open exercise of lab 13.
+"""A chain of layers to shard so that ranks send few bytes: the open exercise of lab 13.
 
     x ── gelu ── W₁ ── gelu ── W₂ ── ... ── gelu ── y        each W by columns, by rows, or whole
 
@@ -8,8 +8,8 @@ The input that each kind of layer needs, and its output on each rank:
     rows      needs this rank's features of the input      outputs a partial sum
     whole     needs the whole input                        outputs all features, as on every rank
 
-Between two layers, forward and backward may communicate. For a tensor of S bytes, an all-reduce
-sends 2(t-1)/t S from each rank, an all-gather or a reduce-scatter half of that.
+Between two layers, forward and backward may communicate. For a tensor of S bytes, each rank
+sends 2(t-1)/t S in an all-reduce, and half as much in an all-gather or a reduce-scatter.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def sent_bytes(ways: Sequence[str]) -> float:
 
 
 def budget_elements(part: float) -> int:
-    """`part` of the elements of all matrices."""
+    """The fraction `part` of all matrix elements."""
     return int(part * held(["whole"] * (len(CHAIN) - 1), CHAIN, RANKS))
 
 
@@ -80,7 +80,7 @@ def in_turns() -> list[str]:
 
 
 def transition(before: str, after: str, x: Tensor, comm: Any) -> Tensor:
-    """The output of layer `before` -> the input of layer `after`: the table TRAVELS as code."""
+    """Turn the output of layer `before` into the input of layer `after`: TRAVELS as code."""
     match before, after:
         case "columns", "columns":
             return all_gather_sequence(F.gelu(x), comm, dim=-1)
@@ -100,7 +100,7 @@ def transition(before: str, after: str, x: Tensor, comm: Any) -> Tensor:
 
 
 def run_chain(comm: Any, ways: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """The chain sharded in these ways: its output and the gradient of its input."""
+    """The output of the chain, sharded in these `ways`, and the gradient of its input."""
     generator = torch.Generator().manual_seed(3)
     inputs = x = torch.randn(TOKENS, CHAIN[0], generator=generator).requires_grad_()
     state = "whole"

@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 
 
 def deviation(found: Any, right: Tensor) -> str:
-    """How a tensor is wrong: "2 × the right tensor", if it is a multiple."""
+    """How a tensor is wrong, such as "2 × the right tensor" for a multiple."""
     if isinstance(found, Tensor) and found.shape == right.shape:
         factor = float((found * right).sum() / right.square().sum())
         if factor and not difference(found, right * round(factor, 3), 1e-3):
@@ -54,7 +54,7 @@ def deviation(found: Any, right: Tensor) -> str:
 
 @exercise(points=3)
 def Column(student: Student) -> Iterator[str]:
-    """Column: a column-parallel matmul; in backward, another matmul hides the all-reduce."""
+    """Column: a column-parallel matmul; in backward, a second matmul hides the all-reduce."""
     for size in (2, 3):
         ran = run(size, run_column, student)
         for rank, result in enumerate(ran.values):

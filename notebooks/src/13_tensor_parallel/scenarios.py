@@ -79,7 +79,7 @@ def right_column(size: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def whole_mlp() -> tuple[Tensor, nn.Linear, nn.Linear]:
-    """x and the two layers, with biases that are not 0."""
+    """x and the two layers, with nonzero biases."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(4)
         x, up, down = torch.randn(TOKENS, WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
@@ -143,7 +143,7 @@ def run_cross_entropy(comm: Any, student: Student, large: float) -> tuple[Any, A
 
 
 def right_cross_entropy(size: int, rank: int, large: float) -> tuple[Tensor, Tensor]:
-    """The loss of the whole logits, and this rank's shard of their gradient."""
+    """The loss of the unsharded logits, and this rank's shard of their gradient."""
     logits, targets = example_logits(size, large)
     logits.requires_grad_()
     loss = F.cross_entropy(logits, targets)

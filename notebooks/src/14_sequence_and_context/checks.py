@@ -156,7 +156,7 @@ def own_positions(student: Student) -> Iterator[str]:
 
 
 def _total_exposed_us(most: int) -> float:
-    """Exposed time if each job uses u = `most`, or its largest u below."""
+    """Total exposed time if each job uses its largest valid u up to `most`."""
     return sum(exposed_us(job, max(u for u in choices(job) if u <= most)) for job in JOBS.values())
 
 

@@ -1,11 +1,11 @@
 """Jobs of context parallelism, and the exposed time of each choice: groups of u of the n ranks
-exchange tokens for heads (Ulysses), and rings of n/u ranks pass blocks on.
+exchange tokens for heads (Ulysses), and rings of n/u ranks pass blocks around.
 
               u neighbors: Ulysses              u = 1    only a ring
     ring      0  1  2  3                        u = n    only Ulysses
       │       4  5  6  7                        n = 8, u = 4: rank 0 is in a ring with rank 4
 
-In a group of u, a rank has h/u heads of u times as many tokens, which its ring passes on.
+In a group of u, a rank holds h/u heads of u times as many tokens, which its ring passes around.
 Source of the combination: Fang, Zhao, "USP", arXiv 2405.07719.
 """
 
@@ -15,7 +15,7 @@ from labkit.predict.context import ring_exposed_s, ulysses_bytes
 
 
 class Job(NamedTuple):
-    """One layer's attention, bf16, on `ranks` GPUs, `node` of them in each node."""
+    """One layer's attention, bf16, on `ranks` GPUs, with `node` GPUs per node."""
 
     sequence: int
     rows: int
@@ -44,7 +44,7 @@ def link_of(job: Job, span: int) -> tuple[float, float]:
 
 
 def choices(job: Job) -> list[int]:
-    """The u that divide the numbers of ranks, heads and key-value heads."""
+    """Values of u that divide the numbers of ranks, heads and key-value heads."""
     counts = (job.ranks, job.heads, job.kv_heads)
     return [u for u in range(1, job.ranks + 1) if not any(count % u for count in counts)]
 

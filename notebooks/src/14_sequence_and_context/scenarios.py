@@ -9,7 +9,7 @@ from labkit.comm import listen
 from labkit.course.exercise import Student
 from labkit.course.samples import detached, drawn
 
-ROWS, TOKENS, WIDTH = 2, 3, 4  # of each rank: x [b, s/t, w]
+ROWS, TOKENS, WIDTH = 2, 3, 4  # per rank: x [b, s/t, w]
 
 
 # ---- GatherSequence

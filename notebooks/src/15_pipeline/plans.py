@@ -68,8 +68,8 @@ def times_ms(job: Job, plan: Plan) -> tuple[list[float], list[float]]:
 
 
 def step_ms(job: Job, plan: Plan) -> float:
-    """A whole step: the first micro-batch passes all stages, and each of the others follows at the
-    interval of the slowest stage; first forward, then backward."""
+    """Time of a step: the first micro-batch passes through all stages, and the other micro-batches
+    follow at the slowest stage's interval; first forward, then backward."""
     m = plan.microbatches
     return sum(sum(stages_ms) + (m - 1) * max(stages_ms) for stages_ms in times_ms(job, plan))
 

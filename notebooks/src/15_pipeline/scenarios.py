@@ -32,7 +32,7 @@ def batch() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def rows_of() -> list[int]:
-    """Rows of each micro-batch."""
+    """Rows per micro-batch."""
     return [len(x) for x in batch()[0]]
 
 
@@ -42,8 +42,8 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 class StageRun(NamedTuple):
-    """A rank's record of the student's function. `sent_before[k]`: the number of sends that it
-    started before its k-th computation."""
+    """A rank's record of the student's function. `sent_before[k]`: the number of sends
+    started before the k-th computation."""
 
     values: Any
     sent_before: list[int]

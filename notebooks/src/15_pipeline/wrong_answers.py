@@ -58,7 +58,7 @@ requires_grad_too_late: rank 1, micro-batch 0: backward from y leaves no gradien
     return kept -> return [(x.requires_grad_(), y) for x, y in kept]
 computes_with_a_copy: rank 1, micro-batch 0: backward from y leaves no gradient in x.grad
     y = stage(x) -> y = stage(x.detach())
-# x is in the graph of y, but as it is no leaf, x.grad stays None.
+# x is in the graph of y, but x is not a leaf, so x.grad stays None.
 keeps_a_non_leaf: rank 1, micro-batch 0: backward from y leaves no gradient in x.grad
     x.requires_grad_() -> x = x.requires_grad_() * 1.0
 keeps_y_detached: rank 0, micro-batch 0: y has no graph
@@ -177,7 +177,7 @@ length_only: a pair
 
 @right("15.step")
 def clocked(forward_ms, backward_ms, microbatches):
-    """No formula: the time at which each stage finishes each micro-batch."""
+    """Simulates when each stage finishes each micro-batch, without a formula."""
     ended = [0.0] * len(forward_ms)
     for _ in range(microbatches):
         there = 0.0
@@ -215,7 +215,7 @@ too_few_stages: layers of each of 4 stages
 
 
 def all_plans(job: Job) -> Iterator[Plan]:
-    """All plans, within the budget or not."""
+    """All plans, including those over budget."""
     layers = len(job.row_ms)
     for inner in combinations(range(1, layers), job.stages - 1):
         sizes = tuple(end - begin for begin, end in pairwise((0, *inner, layers)))

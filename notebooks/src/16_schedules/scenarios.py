@@ -1,6 +1,6 @@
 """Scores of lab 16's schedules, and their runs on ranks.
 
-A replay scores a schedule by its idle time and by the peak of micro-batches that a stage holds.
+A replay scores a schedule by its idle time and by the peak number of micro-batches on a stage.
 
     idle    of one stage, in units of time: the step time minus the stage's compute time
     step    the longest time of any stage, from its first action to its last
@@ -21,7 +21,7 @@ from labkit.schedules import Action, Schedule, chunks_of, peak_in_flight
 
 UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 SHORT_W = {"forward": 1.0, "backward": 1.5, "input": 1.0, "weight": 0.5}
-MESSAGE_S = 0.1  # in forwards of a stage
+MESSAGE_S = 0.1  # in units of a stage's forward
 SIZES = ((1, 3), (2, 5), (3, 3), (4, 8), (4, 2))  # stages, micro-batches
 LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model that trains on ranks
 
@@ -31,14 +31,14 @@ class Job(NamedTuple):
 
     stages: int
     microbatches: int
-    held: int  # the most micro-batches that a stage may hold
+    held: int  # the maximum number of micro-batches on a stage
     forward: float
     input: float
     weight: float
 
     @property
     def costs(self) -> dict[str, float]:
-        """The cost of each phase; backward is both halves."""
+        """The cost of each phase; backward is the sum of both halves."""
         return {
             "forward": self.forward, "backward": self.input + self.weight,
             "input": self.input, "weight": self.weight,
@@ -62,7 +62,7 @@ def replayed_bubble(schedule: Schedule, costs: Mapping[str, float]) -> float:
 
 
 def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: float = 0.0) -> float:
-    """Units of time per step in which a stage idles (mean over the stages)."""
+    """Idle time of a stage per step, in units of time (mean over the stages)."""
     chunks = chunks_of(schedule)
     seconds = {phase: cost / chunks for phase, cost in costs.items()}
     step_s = pipeline_step_s(pipeline_trace(schedule, seconds, message_s))
@@ -70,7 +70,7 @@ def idle(schedule: Schedule, costs: Mapping[str, float] = UNITS, message_s: floa
 
 
 def held(schedule: Schedule) -> list[float]:
-    """For each stage, the peak of micro-batches whose activations it holds."""
+    """For each stage, the peak number of micro-batches whose activations it holds."""
     return [peak / chunks_of(schedule) for peak in peak_in_flight(schedule)]
 
 
@@ -138,7 +138,7 @@ def train_alone() -> dict[str, Tensor]:
 
 
 def weight_error(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
-    """The weight that differs most from a single process; "" if each is there once and equal."""
+    """The weight that differs most from a single process; "" if every weight occurs once, equal."""
     names = [name for weights in found for name in weights]
     if sorted(names) != sorted(right):
         return f"the ranks have {len(names)} weights, but the model has {len(right)}"

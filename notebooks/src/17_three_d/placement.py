@@ -7,7 +7,7 @@
                                       dp 0-4, 1-5, 2-6, 3-7   leaves
 
 An all-reduce uses a ring in the order of its ranks. Each rank sends 2(n-1)/n of the tensor to the
-next rank, and those bytes leave the node if the next rank is in another node. In a pipeline, each
+next rank; the bytes leave the node if the next rank is on a different node. In a pipeline, each
 rank sends to the next rank. Micro-batches have one row, and only layers count, not the vocabulary.
 """
 
@@ -39,7 +39,7 @@ class Job(NamedTuple):
     width: int
     heads: int
     context: int
-    rows: int  # of a step, over all GPUs
+    rows: int  # per step, over all GPUs
     most_idle: float  # the largest fraction of the time that may be bubble
     element_bytes: int = 2  # of an activation or a gradient
 
@@ -55,13 +55,13 @@ TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, element_bytes=8)  # runs on 4 ran
 
 
 def parameters_of(job: Job, axes: Mapping[str, int]) -> int:
-    """Of a rank: tp shards the matrices, but not the norms and the biases after an all-reduce."""
+    """Parameters per rank: tp shards matrices, but not norms or the biases after an all-reduce."""
     w, layers = job.width, job.depth // axes["pp"]
     return layers * ((12 * w**2 + 7 * w) // axes["tp"] + 6 * w)
 
 
 def held_gb(job: Job, axes: Mapping[str, int]) -> float:
-    """16 bytes for each parameter of a rank: mixed precision with Adam (lab 07)."""
+    """GB per rank: 16 bytes per parameter, for mixed precision with Adam (lab 07)."""
     return 16 * parameters_of(job, axes) / 1e9
 
 
@@ -72,8 +72,8 @@ def idle(job: Job, axes: Mapping[str, int]) -> float:
 
 
 def sent_by_a_rank(job: Job, axes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that a rank sends to the next rank on each axis in a step; on pp, activations, and as
-    many bytes of gradients return."""
+    """Bytes that a rank sends to the next rank on each axis in a step; on pp, bytes of
+    activations, and as many bytes of gradients return."""
     x = job.rows // axes["dp"] * job.context * job.width * job.element_bytes  # [all rows, s, w]
     reduced = {axis: 2 * (n - 1) / n for axis, n in axes.items()}
     return {
@@ -115,7 +115,7 @@ def why_not(job: Job, axes: Mapping[str, int]) -> str:
 
 
 def by_rule(job: Job) -> dict[str, int]:
-    """The rule of thumb: tensor parallelism in a node, the shortest pipeline that fits over nodes,
+    """The rule of thumb: tensor parallelism in a node, the shortest pipeline over nodes that fits,
     and data parallelism with the remaining ranks."""
     layouts = (dict(zip(AXES, n)) for n in factorizations(job.nodes * job.gpus, 3))
     return max(
@@ -128,7 +128,7 @@ def by_rule(job: Job) -> dict[str, int]:
 
 
 def counted_on_4_ranks(axes: dict[str, int]) -> float:
-    """The leaving bytes of TINY, counted in real training and summed over all ranks."""
+    """The inter-node bytes of TINY, counted in real training and summed over all ranks."""
     warm(4, first_backward)
     return float(sum(warm(4, lambda: _leaving_bytes_of_rank(axes, TINY))))
 
@@ -156,7 +156,7 @@ def _leaving_bytes_of_rank(axes: dict[str, int], job: Job) -> float:
 
 
 def percent_of_rule(layout_of: Mapping[str, Mapping[str, int]]) -> float:
-    """Leaving bytes as a percentage of those of the rule of thumb, the mean over the jobs."""
+    """Inter-node bytes as a percentage of the rule of thumb's, averaged over the jobs."""
     ratios = [
         leaving_bytes(JOBS[name], axes) / leaving_bytes(JOBS[name], by_rule(JOBS[name]))
         for name, axes in layout_of.items()

@@ -1,4 +1,4 @@
-"""Runs of lab 17's answers on the ranks of a mesh, and the right results."""
+"""Runs of lab 17's answers on the ranks of a mesh, and the correct results."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,7 +22,7 @@ Axes = dict[str, int]
 
 # ---- place(rank, axes, rows)
 
-PLACES: tuple[tuple[Axes, int], ...] = (  # outermost first, rows of a global batch
+PLACES: tuple[tuple[Axes, int], ...] = (  # axes (outermost first), rows of a global batch
     ({"pp": 2, "dp": 2, "tp": 2}, 16),
     ({"tp": 2, "dp": 2, "pp": 2}, 16),
     ({"pp": 3, "dp": 2, "tp": 2}, 8),
@@ -85,7 +85,7 @@ class Training(NamedTuple):
 
 @cache
 def counted_bytes() -> list[tuple[Training, list[dict[str, int]]]]:
-    """Each training, and the bytes that the ranks of each stage send in a step, by axis."""
+    """Each training, and the bytes per step that each stage's ranks send, by axis."""
     warm(4, first_backward)
     of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
     return [_by_stage(axes, of_mesh) for axes, of_mesh in zip(MESHES, zip(*of_ranks))]
@@ -103,7 +103,7 @@ def _by_stage(axes: Axes, of_ranks: Sequence[Any]) -> tuple[Training, list[dict[
 
 
 def _step(axes: Axes) -> tuple[int, tuple[int, int], dict[str, int]]:
-    """This rank's stage, its numbers of layers and parameters, and its bytes by axis."""
+    """This rank's stage, layer count, parameter count, and bytes by axis."""
     mesh = Mesh(**axes)
     torch.manual_seed(0)
     model = tensor_parallel(GPT(**GPT_SIZES).double(), mesh.tp, gather_logits=False)
@@ -149,9 +149,9 @@ NORM_MESHES: tuple[Axes, ...] = (
 
 
 class Gradient(NamedTuple):
-    """A parameter's gradient on this rank, averaged over replicas; the embedding's is also summed.
+    """A parameter's gradient on this rank, averaged over replicas; tied gradients are also summed.
 
-    is_cut: sharded over tp; otherwise it is the same on all ranks of mesh.tp. is_tied: the
+    is_cut: sharded over tp; otherwise the same on all ranks of mesh.tp. is_tied: the
     embedding, on the first stage, and the head, on the last."""
 
     g: Tensor
@@ -160,7 +160,7 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Unsharded gradients of a stage: a matrix, a norm, and on the end stages the embedding."""
+    """Unsharded gradients of a stage: a matrix, a norm; on the end stages, also the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:
@@ -187,7 +187,7 @@ def run_global_norm(comm: Any, axes: Axes, student: Student) -> float:
 
 
 def squared_norms(axes: Axes) -> tuple[list[float], list[float], float]:
-    """Sums of squares: per stage of sharded and of replicated gradients; of the embedding."""
+    """Sums of squares: sharded and replicated gradients per stage, and the embedding's gradient."""
     cut: list[float] = []
     whole: list[float] = []
     for stage in range(axes["pp"]):
@@ -215,7 +215,7 @@ def replica_input(replica: int) -> Tensor:
 
 
 def run_hand_on(comm: Any, axes: Axes, student: Student) -> tuple[Any, dict[str, float]]:
-    """The result on this rank, and the bytes that it sent, by axis."""
+    """This rank's result, and the bytes that it sent, by axis."""
     mesh = Mesh(comm, **axes)
     x = replica_input(mesh.dp.rank)
     if mesh.pp.rank:

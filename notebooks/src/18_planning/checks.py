@@ -48,7 +48,7 @@ def _close(found: float, right: float) -> bool:
 
 @exercise(points=3)
 def held_bytes(student: Student) -> Iterator[str]:
-    """held_bytes(sizes, layout, global_batch, layer_bytes): of the first stage, by category."""
+    """held_bytes(sizes, layout, global_batch, layer_bytes): stage 0's bytes by category."""
     arguments = [(*case, layer_bytes(case.sizes, case.layout)) for case in CASES]
     for case, found in zip(CASES, alone_for_each(student, arguments)):
         right = right_bytes(case)

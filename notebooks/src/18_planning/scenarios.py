@@ -1,7 +1,7 @@
-"""Cases for the checks of lab 18, and the right results by labkit.predict and by replay.
+"""Cases for the checks of lab 18, and the correct results by labkit.predict and by replay.
 
 A case is a model with a layout. Its heads, blocks, rows and ranks have factors of 3 or 5, so that a
-formula that swaps two axes does not pass.
+formula that swaps two axes fails.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ SMALL = Sizes(width=1920, depth=30, heads=24, context=1536)
 
 
 class Case(NamedTuple):
-    """A model, a layout, and the rows of a step."""
+    """A model, a layout, and the rows per step."""
 
     sizes: Sizes
     layout: Layout
@@ -67,7 +67,7 @@ def layer_bytes(sizes: Sizes, layout: Layout) -> float:
 
 
 def in_flight(layout: Layout, global_batch: int) -> float:
-    """The peak of micro-batches that the first stage holds."""
+    """The peak number of micro-batches that the first stage holds."""
     count = layout.microbatches(global_batch)
     return interleaved(layout.pp, count, 1, 2, layout.chunks).peak_microbatches
 
@@ -89,7 +89,7 @@ def right_bytes(case: Case) -> dict[str, float]:
 
 # ---- time
 
-FORWARD_S, TENSOR_S = 0.024, 0.004  # of a micro-batch on a stage: compute, and waits for tp
+FORWARD_S, TENSOR_S = 0.024, 0.004  # per micro-batch and stage: compute, waits for tp
 
 
 def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_s: float) -> float:
@@ -161,7 +161,7 @@ def candidates() -> list[Candidate]:
 
 
 def why_invalid(candidate: Candidate) -> str:
-    """Why the candidate cannot run, by labkit's planner and its memory; "" if it can."""
+    """Why the candidate cannot run, by labkit's planner or the memory limit; "" if it can."""
     (sizes, layout, rows), gpus, budget_bytes = candidate
     try:
         layouts(
@@ -169,7 +169,7 @@ def why_invalid(candidate: Candidate) -> str:
             microbatch=layout.microbatch, chunks=layout.chunks,
         )  # fmt: skip
     except ValueError as error:
-        if not str(error).startswith("no layout"):  # it names the size that does not divide
+        if not str(error).startswith("no layout"):  # the error names a size that is not divisible
             return str(error)
         m = layout.microbatches(rows)
         return (

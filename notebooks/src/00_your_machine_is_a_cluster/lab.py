@@ -88,7 +88,7 @@ f"process {os.getpid()} has x = {x.item()}"
 # does, even after an exception. But if a rank fails during a communication, labkit replaces all
 # ranks with new ones, without your variables; then run the cells that define them again.
 #
-# `comm` is the rank's **communicator**, through which it exchanges tensors with other ranks. An
+# `comm` is the rank's **communicator**, which exchanges tensors with other ranks. An
 # **all-reduce** sums a tensor over all ranks and gives every rank the result, in place:
 
 # %% tags=["nbval-check-output"]

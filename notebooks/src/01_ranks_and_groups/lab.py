@@ -28,7 +28,7 @@ Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
 # %% [markdown]
 # ## 1. The question
 #
-# A job runs on many devices, and one rank falls out of step. How long do the others wait before
+# A job runs on many devices, and one rank falls out of step. How long do other ranks wait before
 # they report an error? For torch with NCCL, the usual choice on GPUs, the answer is 10 minutes.
 
 # %%
@@ -194,7 +194,7 @@ show("comm/mesh.py:Mesh._over")
 #
 # ### Ranks by hand
 #
-# This is an ordinary script. Nothing in it depends on the rank; it asks for its rank at run time.
+# This ordinary script does not depend on the rank: each process asks for its rank at run time.
 
 # %%
 # %%writefile ../runs/hello.py
@@ -460,7 +460,7 @@ plot.timeline(stuck)
 # %% [markdown]
 # How does labkit detect this? Before a rank sends anything, it writes the operation to a **board**,
 # a page of shared memory that all ranks can read. A rank that arrives later compares its own
-# operation with what the others wrote. A `note` describes one operation. Its `key` is the group and
+# operation with the board's entries. A `note` describes one operation. Its `key` is the group and
 # the sequence number, equal on all ranks; its `signature` is a checksum of operation, shape and
 # dtype:
 
@@ -497,7 +497,7 @@ three.run(swapped_all_reduces)
 # The gradients should be 3 and the loss 300. No tool catches this bug. Loop over tensors in an
 # order that is the same on all ranks (a list, never a set).
 #
-# One more bug: only the members create a group, "since other ranks do not need it":
+# One more bug: only the members create a group, "since other ranks don't need it":
 
 
 # %% tags=["raises-exception"]
@@ -537,7 +537,7 @@ check.where(where)
 # ### Exercise 2: Megatron's groups
 #
 # Return the groups along `axis`, each a list of ranks in ascending order. For `dp` in the mesh of
-# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates these groups on ranks. Hint: how far
+# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates the groups. Hint: how far
 # apart are neighbors along an axis?
 
 

@@ -441,7 +441,7 @@ show("labs/lab_02/scenarios.py:ring_b")
 #
 # `chunks` is a list of n one-dimensional tensors, which may differ in size. In n - 1 steps around
 # the ring, make `chunks[comm.rank]` the sum of all ranks' chunks with this index. The other chunks
-# may hold anything afterward. `torch.empty_like(chunk)` is a buffer for a message, with the right
+# may hold anything afterward. `torch.empty_like(chunk)` is a buffer for a message, with the same
 # shape **and dtype** (the pictures use integers).
 #
 # Sum **in place**: write into the given tensors, as `chunks[i] += y` and `chunks[i].copy_(y)` do;

@@ -486,7 +486,7 @@ patient.run(sum_of_ones, [0])
 # wrong. Within each group the calls match, but rank 0 joined its node's all-reduce with a value
 # that had already changed.
 #
-# **And rank 0, whose metrics are the ones usually logged, shows the right 4.** It got each value
+# **And rank 0, whose metrics are usually logged, shows the correct 4.** It got each value
 # once: first rank 2's sum of two values, then rank 1's value. The log looks fine, while three of
 # four ranks train with wrong gradients.
 #

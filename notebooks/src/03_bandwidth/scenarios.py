@@ -53,8 +53,8 @@ def bytes_by_pair(events_of_ranks: Sequence[Sequence[CommEvent]]) -> torch.Tenso
 def rings_us(rings: Sequence[Sequence[int]], links: Links, nbytes: float = 1e9) -> float:
     """Microseconds of an all-reduce of `nbytes` if each ring carries an equal share.
 
-    Every hop of a ring carries 2(n-1)/n of its share, and rings with the same hop share its
-    NVLinks. The slowest hop determines the time. A hop without NVLink uses PCIe."""
+    Every hop carries 2(n-1)/n of its ring's share, and rings that use the same hop share the
+    hop's NVLinks. The slowest hop determines the time. A hop without NVLink uses PCIe."""
     load_bytes: dict[tuple[int, int], float] = {}
     for ring in rings:
         n = len(ring)
@@ -65,7 +65,7 @@ def rings_us(rings: Sequence[Sequence[int]], links: Links, nbytes: float = 1e9) 
 
 
 def speed_of(hop: tuple[int, int], links: Links) -> float:
-    """GB/s of a hop, in its direction."""
+    """GB/s of a hop, from its source to its target."""
     return links[hop] * NVLINK_GBYTES if hop in links else PCIE_GBYTES
 
 

@@ -139,8 +139,8 @@ def sizes_of_gpt() -> list[int]:
 
 
 def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVERS) -> int:
-    """Bytes in and out per step on the busiest link: a rank serves its parameters to all others,
-    and is a worker for the rest. `servers[i]` is the rank that serves parameter i."""
+    """Bytes in and out per step on the busiest link: each rank serves its parameters to other
+    ranks, and is a worker for theirs. `servers[i]` is the rank that serves parameter i."""
     served = [0] * size
     for server, size_bytes in zip(servers, nbytes, strict=True):
         served[server] += size_bytes

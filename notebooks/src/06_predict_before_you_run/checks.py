@@ -149,7 +149,7 @@ def matmul_s(student: Student) -> Iterator[str]:
 
 
 class Layer(nn.Module):
-    """A layer with 12 w² parameters and no others."""
+    """A layer with exactly 12 w² parameters."""
 
     def __init__(self, width: int):
         super().__init__()

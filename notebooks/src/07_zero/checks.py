@@ -327,7 +327,7 @@ def _check_weight_bytes(size: int, ran: Ran, weights_bytes: int) -> None:
 
 
 def _check_norm(size: int, rank: int, returned: Any, expected: float) -> None:
-    """Fails unless `returned` is the norm of the whole gradient."""
+    """Fails unless `returned` is the norm over all ranks' shares."""
     try:
         norm = float(returned)
     except (TypeError, ValueError):

@@ -45,7 +45,7 @@ class Step(NamedTuple):
     waited: int  # started reduce-scatters already waited for
     not_freed: int  # gradients not freed although their bucket is in flight
     shares: Any
-    left: list[str]  # parameters that have a .grad at the end
+    left: list[str]  # parameters that still have a .grad at the end
     held_bytes: int  # allocated in this step, and still held at the end
     unawaited: int
 
@@ -123,14 +123,14 @@ def initial_weights(size: int, share: int = 500) -> Tensor:
 
 def gradients_of_step(weights: Tensor, step: int) -> Tensor:
     """Gradients in bf16, the same on all ranks, different in each step. Their magnitudes range
-    from 1e-4 to 1: Adam's steps are equally large for all, SGD's are not."""
+    from 1e-4 to 1: Adam's steps are equally large for all elements, unlike SGD's."""
     generator = torch.Generator().manual_seed(100 + step)
     sizes = 10.0 ** -(torch.arange(len(weights)) % 5)
     return (sizes * (0.5 + torch.rand(len(weights), generator=generator))).bfloat16()
 
 
 def expected_weights(size: int) -> Tensor:
-    """The weights of one process after the steps, with an fp32 master copy of everything."""
+    """The weights of one process after the steps, with an fp32 master copy of all weights."""
     weights = initial_weights(size)
     master = nn.Parameter(weights.float())
     adam = torch.optim.AdamW([master], lr=LR)
@@ -170,6 +170,6 @@ def run_clip(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Te
 
 
 def shares_of_rank(size: int, rank: int) -> Sequence[Tensor]:
-    """Two shares, the second one longer; values grow with the rank."""
+    """Two shares, of which the second is longer; values grow with the rank."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(n, generator=generator) * (rank + 1) for n in (5, 12)]

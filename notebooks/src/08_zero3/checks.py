@@ -35,7 +35,7 @@ BEST_US = 169_739  # for choose_units: the best known
 
 @exercise(points=2)
 def gather_unit(student: Student) -> Iterator[str]:
-    """gather_unit(comm, share, shapes): the whole parameters of a unit, from all ranks' shares."""
+    """gather_unit(comm, share, shapes): the unsharded parameters of a unit, from all shares."""
     for size in (2, 3, 4):
         ran = run(size, run_gather, student)
         expected_parameters, shapes = unit_parameters(), [tuple(shape) for shape in SHAPES]

@@ -48,7 +48,7 @@ def run_gather(comm: Comm, student: Student) -> tuple[Any, int]:
 
 
 def weights() -> list[Tensor]:
-    """The whole weights of three layers, the same on all ranks."""
+    """The unsharded weights of three layers, the same on all ranks."""
     generator = torch.Generator().manual_seed(80)
     return [0.3 * torch.randn(shape, generator=generator) for shape in LAYERS]
 
@@ -119,7 +119,7 @@ def run_layers(comm: Comm, layer: Any) -> dict[str, Any]:
 
 
 def unit_flat(i: int, size: int) -> Tensor:
-    """The whole unit i, from the shares of all ranks."""
+    """The unsharded unit i, from the shares of all ranks."""
     return torch.arange(1.0, UNITS[i] * size + 1) / (i + 1)
 
 

@@ -34,7 +34,7 @@ class Offloaded:
     def pass_us(self, keep: Collection[int], ahead: int) -> float:
         """Microseconds of a pass in steady state."""
         now_us = bus_us = 0.0  # when the device, and the bus, are idle again
-        freed_us: list[float] = []  # when each streamed block has computed, its buffer is free
+        freed_us: list[float] = []  # when each streamed block's buffer is free again
         pass_ends_us = []
         for _ in range(PASSES):
             for k, compute_us in enumerate(self.compute_us):

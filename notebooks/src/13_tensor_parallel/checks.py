@@ -169,7 +169,7 @@ def _two_all_reduces(size: int, ran: Ran) -> None:
 
 # ---- own_rows(heads, kv_heads, head_width, ranks, rank)
 
-# (heads, key-value heads, head width, ranks): for each rank, its rows of q, k and v, begin to end.
+# (heads, key-value heads, head width, ranks): per rank, (begin, end) of the rows of q, k and v.
 PACKED = {
     (4, 4, 2, 2): [[(0, 4), (8, 12), (16, 20)], [(4, 8), (12, 16), (20, 24)]],
     (6, 3, 2, 3): [

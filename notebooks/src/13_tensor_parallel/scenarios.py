@@ -128,7 +128,7 @@ def example_logits(size: int, large: float) -> tuple[Tensor, Tensor]:
     vocab = 10 * size
     generator = torch.Generator().manual_seed(9)
     targets = torch.randint(vocab, (CE_TOKENS,), generator=generator)
-    targets[:size] = torch.arange(size) * 10 + 3  # at least one on each rank
+    targets[:size] = torch.arange(size) * 10 + 3  # at least one target per rank
     return drawn(CE_TOKENS, vocab, seed=10) * large, targets
 
 

@@ -28,7 +28,7 @@ from .scenarios import (
 )
 
 TOLERANCE = 1e-9
-BOUNDARY_BYTES = ROWS * WIDTH * ELEMENT_BYTES  # sent over a stage boundary
+BOUNDARY_BYTES = ROWS * WIDTH * ELEMENT_BYTES  # sent across a stage boundary
 
 
 # ---- cut(costs, stages)
@@ -46,7 +46,7 @@ COSTS = (
 
 @exercise(points=2)
 def cut(student: Student) -> Iterator[str]:
-    """cut(costs, stages): the number of layers per stage that minimizes the slowest stage."""
+    """cut(costs, stages): the number of layers per stage that minimizes the highest stage cost."""
     for costs, stages in COSTS:
         sizes = whole_numbers(
             alone(student, list(costs), stages),

@@ -1,4 +1,4 @@
-"""Runs of lab 15's answers on ranks, and the results of a single process."""
+"""Runs of lab 15's answers on ranks, and single-process results."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

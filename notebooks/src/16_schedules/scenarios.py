@@ -3,7 +3,7 @@
 A replay scores a schedule by its idle time and by the peak number of micro-batches on a stage.
 
     idle    of one stage, in units of time: the step time minus the stage's compute time
-    step    the longest time of any stage, from its first action to its last
+    step    the longest time on any stage, from its first action to the last
     held    micro-batches; one of v chunks counts as 1/v
 """
 
@@ -23,7 +23,7 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 SHORT_W = {"forward": 1.0, "backward": 1.5, "input": 1.0, "weight": 0.5}
 MESSAGE_S = 0.1  # in units of a stage's forward
 SIZES = ((1, 3), (2, 5), (3, 3), (4, 8), (4, 2))  # stages, micro-batches
-LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model that trains on ranks
+LAYERS, WIDTH, ROWS = 8, 6, 8  # of the model trained on ranks
 
 
 class Job(NamedTuple):
@@ -138,7 +138,7 @@ def train_alone() -> dict[str, Tensor]:
 
 
 def weight_error(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
-    """The weight that differs most from a single process; "" if every weight occurs once, equal."""
+    """The weight that differs most from a single process; "" if all weights match."""
     names = [name for weights in found for name in weights]
     if sorted(names) != sorted(right):
         return f"the ranks have {len(names)} weights, but the model has {len(right)}"

@@ -225,7 +225,7 @@ SMALLEST = "4 ranks in 2 nodes"
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): the axes, outermost first, with which the fewest bytes leave nodes."""
+    """choose(job): the axes, outermost first, that send the fewest bytes out of nodes."""
     layout_of = {}
     for name, job in {**JOBS, SMALLEST: TINY}.items():
         axes = alone(student, job)

@@ -175,7 +175,7 @@ def mfu_and_days(student: Student) -> Iterator[str]:
                 expected=f"{right_mfu:.2%} of the peak of all {case.layout.ranks} GPUs",
                 hint=_mfu_hint(mfu / right_mfu, case),
             )
-        if not isclose(days, right_days, rel_tol=1e-4):  # accept a whole number of steps
+        if not isclose(days, right_days, rel_tol=1e-4):  # accept a rounded number of steps
             tokens = case.global_batch * case.sizes.context
             fail(
                 f"{case}: with steps of {STEP_S} s, training takes {days:,.1f} days.",
@@ -242,7 +242,7 @@ def can_run(student: Student) -> Iterator[str]:
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): a layout for a model on a cluster; the score compares its step to the best."""
+    """choose(job): a layout for a model on a cluster, scored by its step time relative to the best."""
     found = alone_for_each(student, [(job,) for job in JOBS.values()])
     ratios = []
     for (name, job), layout in zip(JOBS.items(), found):
@@ -269,7 +269,7 @@ def choose(student: Student) -> Iterator[str | Score]:
     yield Score(round(1000 * sum(ratios) / len(ratios)), 1000, "per mille of the best steps known")
 
 
-MAX_RATIO = 1.2  # of a step to the best known
+MAX_RATIO = 1.2  # of the step time to the best known step time
 
 
 def _check_layout(name: str, job: Job, layout: Any) -> None:

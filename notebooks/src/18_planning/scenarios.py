@@ -73,7 +73,7 @@ def in_flight(layout: Layout, global_batch: int) -> float:
 
 
 def right_bytes(case: Case) -> dict[str, float]:
-    """Bytes on one rank of the first stage, by category."""
+    """Bytes per rank of the first stage, by category."""
     sizes, layout, _ = case
     blocks = sizes.depth // layout.pp
     parameters = (12 * sizes.width**2 * blocks + sizes.vocab * sizes.width) / layout.tp
@@ -105,7 +105,7 @@ def replayed_step_s(layout: Layout, global_batch: int, forward_s: float, tensor_
 def right_mfu_and_days(
     case: Case, step_s: float, peak_flops_per_s: float, tokens: float
 ) -> tuple[float, float]:
-    """Model FLOPs utilization of a step, and the days of training on `tokens`."""
+    """Model FLOPs utilization of a step, and the days to train on `tokens`."""
     sizes, layout, rows = case
     flops = step_flops(sizes.vocab, sizes.width, sizes.depth, sizes.heads, rows, sizes.context)
     steps = tokens / (rows * sizes.context)
@@ -144,7 +144,7 @@ def candidates() -> list[Candidate]:
         if tp * pp <= 96 and (v == 1 or pp > 1)
     ]
     cases = [Candidate(Case(SMALL, layout, 480), 96, 80e9) for layout in of_96]
-    # Four micro-batches on six stages: a long bubble, but it runs.
+    # Four micro-batches on six stages: a long bubble, but the layout runs.
     cases.append(Candidate(Case(SMALL, Layout(2, 6, 8, microbatch=15, zero=1), 480), 96, 80e9))
     interleaved_2 = Layout(tp=4, pp=2, dp=8, chunks=3)
     cases += [Candidate(Case(SMALL, interleaved_2, rows), 64, 80e9) for rows in (48, 40, 16)]
@@ -229,7 +229,7 @@ JOBS = {
     "a slow network": Job(Sizes(4096, 36, 32), CLUSTERS["8 nodes on Ethernet"], 512),
     "half the memory": Job(Sizes(8192, 48, 64), CLUSTERS["16 nodes of 40 GB"], 512),
 }
-# Seconds of a step in the fastest layout that labkit.plan finds: tests/course/test_lab_18.py.
+# Seconds per step with the fastest layout that labkit.plan finds: tests/course/test_lab_18.py.
 BEST_S = {"an odd cluster": 9.4638, "a slow network": 10.5077, "half the memory": 10.6084}
 
 

@@ -292,7 +292,7 @@ pair.run(careless_swap)
 # %% [markdown]
 # Both ranks send first. A send returns when the peer receives the message, but neither rank gets to
 # its receive: both are still sending. This is a **deadlock**. Worse, some libraries buffer small
-# messages: then the program works until one day the tensors are larger. The MPI standard calls
+# messages: the program then works until one day the tensors are larger. The MPI standard calls
 # such programs *unsafe*.
 #
 # In the error message, `group default` is the group of all ranks, `0->1` names sender and receiver,
@@ -405,7 +405,7 @@ def my_broadcast(comm, x):
 check.my_broadcast(my_broadcast)
 
 # %% [markdown]
-# Now run your broadcast over the slow links. One by one takes three rounds; a tree takes two.
+# Now run your broadcast over the slow links. Sending one by one takes three rounds, a tree two.
 # You can see the rounds, since each message is now a separate call:
 
 # %%

@@ -28,7 +28,7 @@ Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
 # %% [markdown]
 # ## 1. The question
 #
-# A job runs on many devices, and one rank falls out of step. How long do other ranks wait before
+# A job runs on many devices, and one rank falls out of step. How long do its peers wait before
 # they report an error? For torch with NCCL, the usual choice on GPUs, the answer is 10 minutes.
 
 # %%

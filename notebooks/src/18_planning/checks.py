@@ -242,7 +242,7 @@ def can_run(student: Student) -> Iterator[str]:
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): a layout for a model on a cluster, scored by its step time relative to the best."""
+    """choose(job): a layout for a model on a cluster, scored by step time relative to the best."""
     found = alone_for_each(student, [(job,) for job in JOBS.values()])
     ratios = []
     for (name, job), layout in zip(JOBS.items(), found):

@@ -75,8 +75,8 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
         if not ends or any(layer.comm.ranks != comm.ranks for layer in ends):
             raise ValueError(
                 f"a recomputed {type(block).__name__} is not sharded over ranks {comm.ranks}, so "
-                "its inputs may differ between them; edit with tensor_parallel(model, comm) of "
-                "the same comm, then Recompute(model), what='full'"
+                "its inputs may differ between them; call tensor_parallel(model, comm) with "
+                "the same comm, then Recompute(model, what='full')"
             )
     for block in blocks if comm.size > 1 else []:
         block.forward = Partitioned(block.forward, comm)

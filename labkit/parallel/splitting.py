@@ -81,7 +81,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _even(paths: list[str], stages: int) -> list[int]:
-    """Layers per stage, for equal block counts or, in a model without blocks, layer counts."""
+    """Layers per stage for equal block counts, or equal layer counts in a model without blocks."""
     blocks = [path for path in paths if path.startswith("blocks.")]
     counted = blocks or paths
     if not 1 <= stages <= len(counted):

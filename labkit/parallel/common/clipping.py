@@ -18,8 +18,8 @@ Under tensor parallelism a rank holds shards of some parameters and replicas of 
 Pipeline ranks all-reduce their stages' sums; an embedding tied across stages counts only on the
 first rank that holds it.
 
-    all-reduced    two scalars (shards, replicas) over ZeRO ranks; the shards' scalar over
-                   tensor-parallel ranks; the total over pipeline ranks
+    all-reduced    over ZeRO ranks: the sums of replicas and of shards, if any; over
+                   tensor-parallel ranks: the shards' sum; over pipeline ranks: the total
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
 arXiv 1211.5063, section 3.2; replicas counted once: Megatron-LM, `get_grad_norm_fp32`.

@@ -33,7 +33,7 @@ class NoSync:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block only accumulate local gradients; the next backward
-        outside the block averages the sum. Until then ZeRO stage 2 holds unsharded gradients."""
+        outside the block averages the total. Until then ZeRO stage 2 holds unsharded gradients."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -41,8 +41,8 @@ class NoSync:
             self._synchronize = before
 
     def accumulate(self, microbatches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of a step; only the last backward communicates. Gradients add up:
-        multiply each loss, a sum over rows (tokens), by ranks / (rows per step on all ranks)."""
+        """Yields a step's micro-batches; only the last backward communicates. Gradients add up, so
+        scale each loss, a sum over rows (tokens), by ranks / (rows per step on all ranks)."""
         microbatches = list(microbatches)
         with self.no_sync():
             yield from microbatches[:-1]

@@ -64,8 +64,8 @@ class FlatPartition:
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
-    """Groups parameters, in reverse order, into buckets of one dtype, one device and at most
-    `bucket_bytes` (a larger parameter is a bucket by itself). Raises ValueError for no bytes."""
+    """Groups parameters, in reverse order, into buckets of one dtype and device, each of at most
+    `bucket_bytes` or one larger parameter. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: choose more than 0 MiB; 25 is usual")
     full: list[list[P]] = []
@@ -107,7 +107,7 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """Marks the gradient of `p` as ready; raises RuntimeError if repeated in a backward."""
+        """Marks the gradient of `p` as ready; raises RuntimeError if marked twice in a backward."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} was computed twice in one backward, as "
@@ -117,7 +117,7 @@ class GradBuffer:
         self.missing.remove(p)
 
     def put(self, p: Tensor, divisor: float) -> None:
-        """Divides `p.grad` into its view of the buffer, which becomes `p.grad`."""
+        """Writes the divided `p.grad` to the buffer and makes `p.grad` a view of the buffer."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])

@@ -1,5 +1,5 @@
 """Checks that a wrapped module's parameters are equal on all ranks, owned once and unchanged;
-callbacks at the end of backward."""
+registers callbacks for the end of backward."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence

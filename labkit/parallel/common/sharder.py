@@ -2,7 +2,7 @@
 
     clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
     checkpoints                 owned(...): pieces of parameters and their optimizer state;
-                                after_load(), called after a load wrote to the pieces
+                                after_load(), called after each load
     a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
 
 A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also shards
@@ -37,7 +37,7 @@ class OwnsPieces(Protocol):
         optimizer, the optimizer if `self` is a wrapped model."""
 
     def after_load(self) -> None:
-        """Updates tensors derived from the pieces after a load wrote to the pieces."""
+        """Updates tensors derived from the pieces; called after a load."""
 
 
 class OwnsGradientPieces(Protocol):

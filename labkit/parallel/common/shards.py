@@ -2,8 +2,8 @@
 
     whole [5, 3], rows split over 2 ranks    rank 0           rank 1
                                              | 0 1 2 |        | 9 a b |      rows 3:5, padded
-    Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      by a row, since
-    Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      each share is 3 rows
+    Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      to 3 rows, as on
+    Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      rank 0
 
 A parameter without a mark is replicated: equal on all tensor-parallel ranks.
 

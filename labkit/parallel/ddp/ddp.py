@@ -153,7 +153,7 @@ class DDP(GradReducer, Replica):
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
     def _rebuild(self, arrived: list[Any]) -> None:
-        self._arrived = None  # rebuild only after the first backward
+        self._arrived = None  # rebuild once, after the first backward
         order = agreed_order(self._parameters_to_average, arrived, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}

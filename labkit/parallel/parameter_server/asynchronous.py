@@ -10,7 +10,7 @@ computed with weights that other workers have since updated.
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
-    staleness of an update = weight version updated - weight version that produced the gradient:
+    staleness of an update = version of the updated weights - version that produced the gradient:
     0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
 
 With `max_staleness=s` (*stale synchronous parallel*), a worker waits while it is more than s steps
@@ -72,7 +72,7 @@ class AsyncParameterServer(Replica):
         module: any module; all copies start with rank 0's weights.
         optimizer_cls: created on rank 0 with `defaults`.
         comm: at least 2 ranks; rank 0 serves, other ranks work. Default: all ranks.
-        max_staleness: maximum steps that a worker may be ahead of the slowest; None: no limit.
+        max_staleness: maximum number of steps that a worker may lead the slowest; None: no limit.
         order: the workers that send the first pushes, in order, for bitwise reproducible
             runs; later pushes are handled on arrival.
 

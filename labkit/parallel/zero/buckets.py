@@ -69,7 +69,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return hook
 
     def restore_grad(self, p: Tensor) -> bool:
-        """Makes `p.grad` a tensor that autograd can add to; returns whether the tensor is divided."""
+        """Makes `p.grad` a tensor to which autograd can add; returns whether it is divided by n."""
         if p.grad is not None and p.grad is self.placeholders.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)

@@ -1,6 +1,6 @@
 """ZeRO stages 1 and 2: data parallelism with sharded optimizer state and gradients.
 
-    bytes held for Adam, P parameters, n ranks       model in bf16          in fp32
+    bytes held with Adam, P parameters, n ranks      model in bf16          in fp32
         DDP                                          2P + 2P + 12P          4P + 4P + 8P
         stage 1 shards optimizer state               2P + 2P + 12P/n        4P + 4P + 8P/n
         stage 2 also shards gradients                2P + (2P + 12P)/n      4P + (4P + 8P)/n
@@ -36,7 +36,7 @@ from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
 from labkit.precision.shadow_optimizer import value_of
 
-IN_FLIGHT = 2  # most stage-2 buckets that hold unsharded gradients at a time
+IN_FLIGHT = 2  # maximum number of stage-2 buckets with unsharded gradients
 
 
 class ZeroOptimizer(OwnedShares):

@@ -5,7 +5,7 @@
     full            | a a a a a a | b b | c c c c c c c | pad |      while in use: compute dtype
     unreduced       | gradients, divided by n           | pad |      until reduced
 
-The memory of `full` and `unreduced` is allocated and freed while autograd may keep views.
+The memory of `full` and `unreduced` is freed and reallocated even while autograd keeps views.
 """
 
 from collections.abc import Sequence

@@ -4,8 +4,8 @@
         model = GPT(...)             # unmodified code, including initialization
     model = ZeRO3(model, comm)
 
-Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One parameter at a time
-is *open* (gathered): the newest or the most recently used.
+Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One parameter at
+a time is *open* (gathered): the newest or the most recently used.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, filled         [0   ] closed       bias is open

@@ -156,8 +156,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _chooser(choice: UnitPolicy | None) -> Callable[[nn.Module, bool], bool]:
-    """Selects units; by default, entries of the outermost lists and nn.MultiheadAttention, which
-    uses a submodule's weights without calling the submodule."""
+    """Returns the predicate for units: by default, entries of the outermost lists and
+    nn.MultiheadAttention, which uses a submodule's weights without calling the submodule."""
     if choice is None:
         return lambda module, listed: listed or isinstance(module, nn.MultiheadAttention)
     if isinstance(choice, (type, tuple)):
@@ -171,7 +171,7 @@ def units_of(
 ) -> list[Unit]:  # fmt: skip
     """Shards a module unit by unit, freeing whole parameters before the next unit."""
     groups, units = group_parameters(root, choice), []
-    while groups:  # drop references, so that sharded parameters are freed
+    while groups:  # drop references, so that parameters are freed once sharded
         members, parameters = groups.pop(0)
         kinds, flats = _kinds(parameters, persist_below), []
         del parameters

@@ -47,8 +47,8 @@ def check_first_order() -> None:
     """Raises ValueError for backward with create_graph=True."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "ZeRO3: create_graph=True needs a graph of the backward itself, and so weights that "
-            "have been freed by then; use DDP for second derivatives"
+            "ZeRO3: create_graph=True needs a graph of the backward pass, which needs weights "
+            "that are already freed; use DDP for second derivatives"
         )
 
 

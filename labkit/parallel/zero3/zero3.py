@@ -55,7 +55,7 @@ class ZeRO3(WholeState, nn.Module):
             the outermost lists, and each remaining module with parameters.
         persist_below: parameters with fewer elements stay whole; their gradients are all-reduced.
         prefetch: the number of units to gather ahead; 0: gather on demand.
-        compute_dtype: for gathered parameters and reduced gradients; if 16-bit, shards are float32.
+        compute_dtype: dtype of gathered parameters and reduced gradients; float32 shards if 16-bit.
 
     `parameters()` yields this rank's flat shards; names are unchanged. After wrapping, create the
     optimizer from these shards; updates must be elementwise. Group parameters by name, since shards
@@ -140,7 +140,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.free()
 
     def _use(self, unit: Unit, keep_gathered: bool = False) -> None:
-        """Gathers `unit` (`keep_gathered`: until the pass ends), and prefetches the next units."""
+        """Gathers `unit` (with `keep_gathered`, until the pass ends); prefetches the next units."""
         unit.keep_gathered |= keep_gathered
         task = running_backward()
         if task is not None:

@@ -6,7 +6,7 @@
 
     each rank holds   1/t of every saved input: 2sbh/t bytes per block in 2-byte types
     traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, in
-                      addition to tensor parallelism with full recompute
+                      addition to the traffic of tensor parallelism with full recompute
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather per block).
 """

@@ -68,7 +68,7 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """Returns the active ranks' phase, or DONE; raises ValueError if their phases differ."""
+        """Returns the active ranks' phase (DONE if none); raises ValueError if phases differ."""
         if self._device is None:
             return phase
         announced = torch.zeros(self.comm.size, device=self._device)

@@ -1,4 +1,4 @@
-"""The parallel strategies, one folder or file each; shared code is in `common`."""
+"""Parallel strategies, one folder or file per strategy; shared code is in `common`."""
 
 from labkit.parallel.common.clipping import clip_grad_norm_
 from labkit.parallel.context.context_parallel import context_parallel
@@ -13,7 +13,7 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.zero.zero import ZeroOptimizer
 from labkit.parallel.zero3.zero3 import ZeRO3
 
-# Clipping knows sharders only by their protocol (common/sharder.py); they do not import clipping.
+# Sharders do not import clipping; clipping sees sharders only as a protocol (common/sharder.py).
 ZeroOptimizer.clip_grad_norm_ = clip_grad_norm_
 ZeRO3.clip_grad_norm_ = clip_grad_norm_
 

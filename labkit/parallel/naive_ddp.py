@@ -1,7 +1,7 @@
 """Naive data parallelism: one all-reduce per parameter after backward.
 
-    each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
-    each rank sends   2(n-1)/n P bytes per step, in one message per parameter, all exposed:
+    each rank holds   the whole model (parameters P, gradients P, Adam 2P), its share of the batch
+    each rank sends   2(n-1)/n P bytes per step, one message per parameter, fully exposed:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step
@@ -20,14 +20,14 @@ from labkit.parallel.common.ownership import at_end_of_backward
 
 
 class NaiveDDP(Replica):
-    """Replicates rank 0's `module` on the ranks of `comm` (default: all), and averages gradients
+    """Replicates rank 0's `module` on the ranks of `comm` (default: all ranks); averages gradients
     before `backward()` returns."""
 
     _scheduled = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._synchronize:
-            self._scheduled = False  # an error may have cut the last backward short
+            self._scheduled = False  # an error may have interrupted the last backward
         return super().forward(*args, **kwargs)
 
     def _on_grad_ready(self, p: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ class NaiveDDP(Replica):
 
 
 def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
-    """The gradient of `p`, divided in place; all -0.0 if this rank did not use `p`."""
+    """The gradient of `p`, divided in place; filled with -0.0 if this rank did not use `p`."""
     if p.grad is None:
         return torch.full_like(p, -0.0)
     check_dense(p.grad)

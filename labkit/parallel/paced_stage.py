@@ -1,12 +1,12 @@
-"""A pipeline stage that sleeps for a given time instead of computing (paced).
+"""A paced pipeline stage, which sleeps for a given time instead of computing.
 
-Four ranks that compute on two cores slow each other down, so the bubble measured there is the
-machine's, not the schedule's. Sleeping ranks do not. Results are real, y = x * weight with true
-gradients, so a schedule that loses a gradient is caught.
+Four ranks computing on two cores slow each other down, so the measured bubble reflects the machine
+rather than the schedule. Sleeping ranks do not compete for cores. Outputs (y = x * weight) and
+gradients are real, so a schedule that loses a gradient is caught.
 
     forward   sleeps forward_s
-    backward  sleeps input_s, then weight_s: 2 forward_s together by default
-    input     sleeps input_s; the weight half sleeps weight_s when the schedule runs it
+    backward  sleeps input_s, then weight_s; by default 2 forward_s in total
+    input     sleeps input_s; the schedule later runs the weight half, which sleeps weight_s
 """
 
 import time
@@ -22,11 +22,11 @@ from labkit.parallel.pipeline.deferred_weights import Later, WeightHalf
 
 
 class PacedStage(nn.Module):
-    """x [rows, ..., width] -> x * weight, of the same shape, in the given seconds.
+    """x [rows, ..., width] -> x * weight, of the same shape, after the given delays.
 
         forward_s            per micro-batch, for any number of rows
         backward_s           default: twice forward_s
-        input_s, weight_s    the halves of backward; default: half each, or the remainder
+        input_s, weight_s    the halves of backward; default: backward_s / 2, or the remainder
 
     Raises ValueError for negative times, and for halves that do not add up to backward_s."""
 
@@ -76,7 +76,7 @@ class PacedStage(nn.Module):
 
 
 class _Paced(torch.autograd.Function):
-    """y = x * weight; backward at once or, with `later`, in halves."""
+    """y = x * weight; backward runs at once or, with `later`, in halves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stage: PacedStage, later: Any) -> Tensor:

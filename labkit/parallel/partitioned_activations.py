@@ -1,14 +1,14 @@
-"""Partitioned activations, ZeRO-R's P_a: tensor-parallel ranks shard their equal inputs.
+"""Partitioned activations, ZeRO-R's P_a: tensor-parallel ranks shard replicated inputs.
 
-    forward     x, the same on all ranks ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
+    forward     x, equal on every rank  ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
                                                                   rank 1 keeps  ▫ ▪
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
     each rank holds   1/t of every saved input: 2sbh/t bytes per block in 2-byte types
-    traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, on top
-                      of that of tensor parallelism with full recompute
+    traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, in
+                      addition to the traffic of tensor parallelism with full recompute
 
-Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather a block).
+Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather per block).
 """
 
 from typing import Any
@@ -22,25 +22,25 @@ from labkit.parallel.tensor.layers import RowParallelLinear
 
 
 class Partitioned:
-    """Replaces the forward of a recomputed module; keeps only this rank's slice of each input."""
+    """Replaces the forward of a recomputed module; saves only this rank's slice of each input."""
 
     def __init__(self, forward: Recomputed, comm: Comm):
         self.forward, self.comm = forward, comm
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with saved_tensors_hooks(self.pack, self.unpack):  # recompute saves only its inputs
+        with saved_tensors_hooks(self.pack, self.unpack):  # recompute saves only inputs
             return self.forward(*args, **kwargs)
 
     def pack(self, x: Tensor) -> Any:
-        """This rank's slice of the flattened `x`, and the shape of `x`. Integer tensors, such as
-        tokens, are saved whole."""
+        """Returns this rank's slice of the flattened `x` and the shape of `x`; integer tensors
+        (tokens) are returned whole."""
         if not x.is_floating_point():
             return x.detach()
         own = x.detach().reshape(-1).tensor_split(self.comm.size)[self.comm.rank]
         return own.clone(), x.shape
 
     def unpack(self, saved: Any) -> Tensor:
-        """The inverse of `pack`: gathers the slices of all ranks."""
+        """The inverse of `pack`: all-gathers the slices."""
         if isinstance(saved, Tensor):
             return saved
         own, shape = saved
@@ -50,12 +50,12 @@ class Partitioned:
 
 
 def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
-    """Make recomputed blocks save only 1/t of their inputs, which are equal on the t ranks of
-    `comm`. Call it after `tensor_parallel(model, comm)` and `Recompute(model)`. Returns the model,
+    """Makes recomputed blocks save only 1/t of their inputs, which are equal on the t ranks of
+    `comm`. Call after `tensor_parallel(model, comm)` and `Recompute(model)`. Returns the model,
     edited in place.
 
-    Raises ValueError if no block is recomputed, if a recomputed block is not sharded over these
-    ranks (its inputs may then differ), or if x is sharded along the sequence."""
+    Raises ValueError if no block is recomputed, if a recomputed block is not sharded over `comm`
+    (its inputs may then differ), or if activations are sharded along the sequence."""
     comm = Comm.of(comm)
     blocks: list[Any] = [
         m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)
@@ -75,8 +75,8 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
         if not ends or any(layer.comm.ranks != comm.ranks for layer in ends):
             raise ValueError(
                 f"a recomputed {type(block).__name__} is not sharded over ranks {comm.ranks}, so "
-                "its inputs may differ between them; edit with tensor_parallel(model, comm) of "
-                "the same comm, then Recompute(model), what='full'"
+                "its inputs may differ between them; call tensor_parallel(model, comm) with "
+                "the same comm, then Recompute(model, what='full')"
             )
     for block in blocks if comm.size > 1 else []:
         block.forward = Partitioned(block.forward, comm)

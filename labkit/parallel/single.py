@@ -1,5 +1,5 @@
-"""Single-process training: the reference; all other strategies must end with the same weights.
-It holds parameters P, gradients P, Adam 2P, and sends nothing."""
+"""Single-process training, the reference: every strategy must end with the same weights.
+The process holds parameters P, gradients P and Adam 2P, and sends nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from labkit.holdings import Footprint, adam_bytes, parameter_bytes
 
 
 class Single(nn.Module):
-    """Trains `module` on the whole batch. Raises ValueError if `comm` has more than one rank, as
-    each would train its own unrelated copy."""
+    """Trains `module` on the whole batch. Raises ValueError if `comm` has more than one rank,
+    since each rank would train an independent copy."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()

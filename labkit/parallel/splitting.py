@@ -1,11 +1,11 @@
-"""Splits a model into pipeline stages: by number of layers, or by cost.
+"""Splits a model into pipeline stages by layer count or by cost.
 
-    GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by number of blocks
+    GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by block count
     with costs                    embed  0 1 2 │ 3 │ 4  norm head        the most expensive stage
-    (a head of a large            ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
-    vocabulary costs 2.9)
+    (a large-vocabulary           ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
+    head costs 2.9)
 
-A step takes m times its most expensive stage, so split by cost if layers differ:
+A step of m micro-batches takes m times its slowest stage, so split by cost if layer costs differ:
 `split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
@@ -32,12 +32,12 @@ def split(
     """Split `model` into `stages` consecutive modules.
 
     Args:
-        model: with `embed`, `blocks`, (`norm`,) and `head`; nn.Sequential; or a list of layers.
-        stages: the number of stages: ranks times chunks.
-        costs: one per layer of `layers_of(model)`, in any unit. Default: the same number of layers
-            per stage, the remainder in the first stages; for a GPT, only blocks count.
+        model: with `embed`, `blocks`, `head` and optionally `norm`; nn.Sequential; or a layer list.
+        stages: the number of stages, ranks times chunks per rank.
+        costs: one cost per layer of `layers_of(model)`, in any unit. Default: equal layer counts,
+            with the remainder in the first stages; for a GPT, only blocks count.
 
-    Raises ValueError for too many stages, a wrong number of costs, or any other kind of model."""
+    Raises ValueError for too many stages, a wrong number of costs, or an unsupported model."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):
@@ -54,10 +54,10 @@ def split(
 
 
 def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """The layers of `model` in order, by name; `split` cuts between them."""
+    """Layers of `model` by name, in order; `split` cuts between layers."""
     if not isinstance(model, nn.Module) or isinstance(model, nn.ModuleList):
         return {str(index): layer for index, layer in enumerate(model)}
-    # (Not named_children, which skips a module that is in the model twice.)
+    # Not named_children, which skips repeated modules.
     parts = {name: part for name, part in model._modules.items() if part is not None}
     if isinstance(model, nn.Sequential):
         return parts
@@ -81,7 +81,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _even(paths: list[str], stages: int) -> list[int]:
-    """Layers per stage: equally many, or equally many blocks if the model has them."""
+    """Layers per stage for equal block counts, or equal layer counts in a model without blocks."""
     blocks = [path for path in paths if path.startswith("blocks.")]
     counted = blocks or paths
     if not 1 <= stages <= len(counted):
@@ -100,15 +100,15 @@ def _even(paths: list[str], stages: int) -> list[int]:
 def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
-    """Seconds for forward and backward of each layer of `layers_of(model)` on a micro-batch
-    x [rows, ...], the minimum of `repeats`. Gradients and buffers are restored. Measure on one
-    rank and broadcast, so that all ranks split identically."""
+    """Seconds of forward and backward per layer of `layers_of(model)` on a micro-batch
+    x [rows, ...], the minimum over `repeats` runs. Restores gradients and buffers. Measure on one
+    rank and broadcast the costs, so that all ranks split identically."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
-        for _ in range(repeats):  # all layers per repeat: a stall hits only one repeat of a layer
+        for _ in range(repeats):  # each repeat runs every layer: a stall spoils one repeat only
             y = x
             for index, layer in enumerate(layers.values()):
                 inputs = y.detach()
@@ -128,8 +128,8 @@ def measure_costs(
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Consecutive layers per stage, 1 or more, that minimize the highest stage cost and, among
-    these, the sum of squares. `costs`: of each layer, in any unit. Raises ValueError for more
+    """Layers per stage (consecutive, at least 1) that minimize the highest stage cost, then the
+    sum of squared stage costs. `costs`: one per layer, in any unit. Raises ValueError for more
     stages than layers, and for costs that are negative or not finite.
 
     >>> balance([5, 1, 1, 1, 4], stages=3)
@@ -154,10 +154,10 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 def _best(
     cost_sums: Sequence[float], stages: int, combine: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """The lowest total cost, with no stage above `limit`, and its number of layers per stage."""
+    """The lowest combined cost with no stage above `limit`, and its layer counts per stage."""
     layers = len(cost_sums) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
-    least[0] = (0.0, [])  # by number of layers placed, on the stages so far
+    least[0] = (0.0, [])  # index: number of layers placed on the stages so far
     for _ in range(stages):
         following: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
         for end in range(1, layers + 1):

@@ -3,26 +3,26 @@
     ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
     g <- g * min(1, max_norm / ||g||)
 
-Under data parallelism every rank has all averaged gradients and clips like a single process. Under
-ZeRO each rank has a slice; sums of p-th powers add up, so one scalar is all-reduced.
+Under data parallelism every rank holds all averaged gradients and clips like a single process.
+Under ZeRO each rank holds a slice; sums of p-th powers add up, so one scalar is all-reduced.
 
         rank 0   |g g g g|        sum |g|^2 = 3 \\
-        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, the norm is 3 on both
+        rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, norm 3 on both ranks
 
-Under tensor parallelism a rank has shards of some parameters and replicas of others
-(common/shards.py). Replicas must count once, so only the sums of the shards are all-reduced:
+Under tensor parallelism a rank holds shards of some parameters and replicas of the rest
+(common/shards.py). Replicas must count once, so only the shards' sums are all-reduced:
 
         tp rank 0   shards 3    norms, biases 2 \\
-        tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9, and 2: 11
+        tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9; plus 2: 11
 
-Pipeline ranks add the sums of their stages; an embedding tied across stages counts on its first
-rank only.
+Pipeline ranks all-reduce their stages' sums; an embedding tied across stages counts only on the
+first rank that holds it.
 
-    all-reduced    two scalars over ZeRO's ranks, for shards and replicas; the shards' scalar over
-                   tensor-parallel ranks; the total over a pipeline
+    all-reduced    over ZeRO ranks: the sums of replicas and of shards, if any; over
+                   tensor-parallel ranks: the shards' sum; over pipeline ranks: the total
 
 Sources: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks",
-arXiv 1211.5063, section 3.2; counted once: Megatron-LM, `get_grad_norm_fp32`.
+arXiv 1211.5063, section 3.2; replicas counted once: Megatron-LM, `get_grad_norm_fp32`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,20 +40,20 @@ from labkit.precision.shadow_optimizer import LOW, ShadowOptimizer
 from labkit.precision.unscaling import mark_clipped
 
 Trained = nn.Module | torch.optim.Optimizer | Tensor | Iterable[Tensor]
-Gradients = list[tuple[Tensor, Tensor]]  # (the parameter, all or a piece of its gradient)
+Gradients = list[tuple[Tensor, Tensor]]  # (parameter, its whole gradient or a piece)
 
 
 def clip_grad_norm(
     trained: "Trained | OwnsGradientPieces", max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scales gradients so that their global norm is at most `max_norm`; returns the norm before
-    clipping, the same on all ranks. Call it on every rank after backward, with a wrapped module,
-    its optimizer, or its parameters. Under a Pipeline the norm covers all stages.
+    """Scales gradients to a global norm of at most `max_norm`; returns the norm before clipping,
+    equal on all ranks. Collective: call after backward on every rank, with a wrapped module, its
+    optimizer or its parameters. Under a Pipeline the norm covers all stages.
 
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
-    optimizer, not the model: its step unscales and clips 16-bit gradients. Raises
-    ValueError without parameters and, for sharded gradients, if `norm_type` is not positive or if
-    the parameters are not exactly those of the strategy."""
+    optimizer, not the model: the optimizer's step unscales and clips 16-bit gradients. Raises
+    ValueError if there are no parameters and, for sharded gradients, if `norm_type` is not
+    positive or the parameters are not exactly the strategy's."""
     parameters = _parameters_of(trained)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
     comm, stages = None, pipeline.comm if pipeline else None
@@ -71,10 +71,10 @@ def clip_grad_norm(
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
     counted = [(p, x) for p, x in gradients if _counts_here(p, x)]
-    if not counted:  # only tied or frozen parameters here: take the dtype from them
+    if not counted:  # only tied or frozen parameters here: an empty tensor sets the dtype
         counted = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
     norm = norm_of_pieces(counted, comm, norm_type, factor, groups, stages)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch does
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's formula
     to_scale = [x for _, x in gradients]
     if optimizer and factor is not None:
         optimizer.gradient_factor = factor * scale
@@ -91,20 +91,20 @@ def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tens
 
 
 def comms_of(parameters: Iterable[Tensor]) -> list[Comm]:
-    """The groups over which any of the parameters is sharded, in parameter order."""
+    """Groups over which `parameters` are sharded, in parameter order."""
     comms = [shard.comm for p in parameters if (shard := shard_of(p)) is not None]
     return list({comm.ranks: comm for comm in comms}.values())
 
 
 def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
-    """The pipeline of `trained` or its parameters; None without one, or if it has one rank only."""
+    """The pipeline of `trained` or `parameters`; None unless a pipeline has at least 2 ranks."""
     pipelines = [trained] if isinstance(trained, InStages) else map(pipeline_with, parameters)
     pipeline = next((x for x in pipelines if x is not None), None)
     return pipeline if pipeline is not None and pipeline.comm.size > 1 else None
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether the norm counts `piece` on this rank, not on another rank that also has it."""
+    """Whether the norm counts `piece` on this rank rather than on a different rank with a copy."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -112,7 +112,7 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """Strategies that shard the gradients; ValueError unless `parameters` are exactly theirs."""
+    """Strategies that shard gradients; raises ValueError unless `parameters` match exactly."""
     if implements(trained, OwnsGradientPieces):
         return [trained]
     unique = {id(owner): owner for owner in map(owner_of, parameters)}.values()
@@ -137,9 +137,9 @@ def norm_of_pieces(
     groups: Sequence[Comm] = (),
     stages: Comm | None = None,
 ) -> Tensor:
-    """The norm over all ranks' pieces, 16-bit ones times `factor`; 0 without pieces. `comm`: ranks
-    with disjoint pieces (None: this rank has all); `groups`: over which parameters are sharded;
-    `stages`: a pipeline's ranks. An empty piece sets the dtype and device of the result."""
+    """Norm over all ranks' pieces (0 without pieces); `factor` multiplies 16-bit pieces. `comm`:
+    ranks with disjoint pieces (None: this rank holds every piece); `groups`: groups that shard
+    parameters; `stages`: pipeline ranks. The first piece sets the result's dtype and device."""
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type={norm_type}: choose p > 0, such as 2.0, or inf")
@@ -150,10 +150,10 @@ def norm_of_pieces(
         if gradients
         else torch.empty(0, device=any_comm.own_device() if any_comm else "cpu")
     )
-    # Per group: max |g| or sum |g|^p of its shards; the last entry is for replicas.
+    # max |g| or sum |g|^p of the shards per group; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        # At least float32, as 16 bits round to 3 digits; then float64, so no power overflows.
+        # At least float32, since 16 bits round to 3 digits; then float64, so no power overflows.
         norms = [
             vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
             * (1.0 if factor is None or x.dtype not in LOW else factor)
@@ -181,7 +181,7 @@ def _is_sharded_over(group: Comm | None, parameter: Tensor) -> bool:
 
 
 def _parameters_of(trained: Any) -> list[Tensor]:
-    """Includes ZeRO-3 parameters without elements on this rank, which the inner module has."""
+    """Reads the inner module's parameters, to include ZeRO-3 shards that are empty on this rank."""
     if isinstance(trained, nn.Module):
         return list(unwrapped(trained).parameters())
     if implements(trained, OwnsGradientPieces) or hasattr(trained, "param_groups"):

@@ -1,4 +1,4 @@
-"""Conjugate operators: the forward collective of one is the backward collective of the other.
+"""Conjugate operators: each pair swaps its forward and backward collectives.
 
                                   forward                 backward
     copy_to_ranks            f    -                       all-reduce
@@ -14,9 +14,9 @@ Consecutive rows form a pair. f and g enclose the two sharded matmuls A and B of
     x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
 
 A replicated parameter that each rank applies to its shard of the sequence has a partial gradient on
-each rank, so it goes through f, too.
+each rank, so the parameter passes through f, too.
 
-Bus bytes per rank, for S bytes of the whole tensor: all-reduce 2(t-1)/t S, the others (t-1)/t S.
+Bus bytes per rank for S unsharded bytes: all-reduce 2(t-1)/t S, other collectives (t-1)/t S.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
@@ -38,7 +38,7 @@ def copy_to_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 
 def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
-    """f for several tensors of one dtype; one all-reduce sums all their gradients."""
+    """f for tensors of one dtype; a single all-reduce sums their gradients."""
     trained = [x for x in xs if x.requires_grad]
     if comm.size == 1 or not trained:
         return list(xs)
@@ -47,32 +47,32 @@ def copies_to_ranks(xs: Sequence[Tensor], comm: Comm) -> list[Tensor]:
 
 
 def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
-    """g: the sum of `x`, of any shape, over the ranks; backward passes the gradient through."""
+    """g: all-reduces `x` (any shape); backward passes the gradient through."""
     return x if comm.size == 1 else Exchange.apply(x, summed, lambda gradient, _: gradient, comm)
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """Concatenates all ranks' `x`, of equal shapes, along `dim`; backward slices the gradient. For
-    results that all ranks use identically, so that each has the whole gradient."""
+    """Concatenates all ranks' `x` (equal shapes) along `dim`; backward slices the gradient. For
+    results that all ranks use identically, so that each rank computes the whole gradient."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
 def scatter_to_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
     """This rank's slice along `dim` of `x`, which is equal on all ranks; backward all-gathers.
-    Raises ValueError if `dim` does not divide over the ranks."""
+    Raises ValueError if the size of `dim` is not divisible by the rank count."""
     check_divides(x, comm, dim)
     return x if comm.size == 1 else Exchange.apply(x, own_part, gathered, comm, dim)
 
 
 def all_gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Ranks use
-    it in different computations, so backward reduce-scatters their gradients."""
+    """x [b, s/t, w], a shard of the sequence -> [b, s, w], the whole sequence. Each
+    rank uses the result differently, so backward reduce-scatters the gradients."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_sum, comm, dim)
 
 
 def reduce_scatter_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
-    """x [b, s, w], a summand on each rank -> [b, s/t, w], this rank's slice of the sum; backward
-    all-gathers. Raises ValueError if `dim` does not divide over the ranks."""
+    """x [b, s, w], one summand per rank -> [b, s/t, w], this rank's slice of the sum; backward
+    all-gathers. Raises ValueError if the size of `dim` is not divisible by the rank count."""
     check_divides(x, comm, dim)
     return x if comm.size == 1 else Exchange.apply(x, own_sum, gathered, comm, dim)
 
@@ -106,14 +106,14 @@ class Exchange(torch.autograd.Function):
 
 
 def summed(x: Tensor, comm: Comm) -> Tensor:
-    """The sum of `x`, of any shape, over the ranks, in new memory."""
+    """The sum of `x` (any shape) over the ranks, in new memory."""
     x = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(x)
     return x
 
 
 def gathered(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """All ranks' `x`, of equal shapes, concatenated along `dim`."""
+    """All ranks' `x` (equal shapes), concatenated along `dim`."""
     parts = list(x.new_empty([comm.size, *x.shape]))
     comm.all_gather(parts, x)
     return torch.cat(parts, dim)
@@ -127,7 +127,7 @@ def own_sum(x: Tensor, comm: Comm, dim: int) -> Tensor:
 def sum_scattered(
     x: Tensor, comm: Comm, dim: int, async_op: bool = False
 ) -> tuple[Tensor, Handle | None]:
-    """`own_sum`, and the handle of its reduce-scatter (None unless `async_op`)."""
+    """Returns `own_sum` and the reduce-scatter's handle (None unless `async_op`)."""
     parts = list(x.detach().chunk(comm.size, dim))
     own = torch.empty_like(parts[comm.rank], memory_format=torch.contiguous_format)
     return own, comm.reduce_scatter(own, parts, async_op=async_op)
@@ -139,7 +139,7 @@ def own_part(x: Tensor, comm: Comm, dim: int) -> Tensor:
 
 
 def check_divides(x: Tensor, comm: Comm, dim: int) -> None:
-    """Raises ValueError if `dim` of `x` does not divide over the ranks."""
+    """Raises ValueError unless the size of `dim` is divisible by the rank count."""
     if (length := x.shape[dim]) % comm.size:
         below = length - length % comm.size
         fits = f"{below} or {below + comm.size}" if below else f"{comm.size}"

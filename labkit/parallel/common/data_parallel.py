@@ -1,6 +1,6 @@
-"""Replicas, and averaging their gradients while backward runs: DDP, ZeRO-1 and 2.
+"""Replicas and gradient buckets reduced while backward runs, for DDP, ZeRO-1 and ZeRO-2.
 
-All ranks send buckets in the same order: a full bucket waits for earlier ones, and buckets that
+All ranks send buckets in the same order: a full bucket waits for earlier buckets; buckets that
 still lack a gradient are sent at the end of backward.
 """
 
@@ -32,8 +32,8 @@ class NoSync:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in this block only accumulate local gradients; the next one outside
-        averages them. Until then ZeRO stage 2 holds unsharded gradients."""
+        """Backward passes in this block only accumulate local gradients; the next backward
+        outside the block averages the total. Until then ZeRO stage 2 holds unsharded gradients."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -41,8 +41,8 @@ class NoSync:
             self._synchronize = before
 
     def accumulate(self, microbatches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of one step; only the last communicates. Gradients add up, so
-        scale each loss, a sum over rows (tokens), by ranks / (the step's rows on all ranks)."""
+        """Yields a step's micro-batches; only the last backward communicates. Gradients add up, so
+        scale each loss, a sum over rows (tokens), by ranks / (rows per step on all ranks)."""
         microbatches = list(microbatches)
         with self.no_sync():
             yield from microbatches[:-1]
@@ -51,7 +51,7 @@ class NoSync:
 
 class Replica(NoSync, nn.Module):
     """Replicates rank 0's `module` on the ranks of `comm`. A copy (`copy.deepcopy`, pickle) creates
-    its own hooks and buckets without communication, so one rank may copy or load alone."""
+    its own hooks and buckets without communication, so a single rank may copy or load."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
@@ -95,23 +95,23 @@ class Replica(NoSync, nn.Module):
 
 
 class GradReducer(NoSync):
-    """Decides when a bucket of gradients is sent; a strategy implements how, in `_send`."""
+    """Decides when a gradient bucket is sent; each strategy implements the reduction in `_send`."""
 
     overlap = True  # False: send all buckets at the end of backward
     max_in_flight: int | None = None  # buckets; None: no limit
 
     def _set_buckets(self, buckets: Sequence[Any]) -> None:
-        """A bucket has `parameters`, `missing`, `take`, `receive` and `reset`."""
+        """Each bucket must define `parameters`, `missing`, `take`, `receive` and `reset`."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
-        self._last = len(buckets) - 1  # `_finish` sends it
-        self._sent = self._received = 0  # buckets, in this backward
+        self._last = len(buckets) - 1  # sent by `_finish`
+        self._sent = self._received = 0  # bucket counts in this backward
         self._in_backward = False
 
     def _begin_backward(self) -> None: ...
 
     def _send(self, bucket: Any, async_op: bool) -> None:
-        """Starts to reduce the gradients of `bucket`; returns at once with `async_op`."""
+        """Reduces the gradients of `bucket`; with `async_op`, only starts the reduction."""
         raise NotImplementedError
 
     def _on_grad_ready(self, p: Tensor) -> None:
@@ -146,7 +146,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Also runs after an error: buckets in flight would overwrite the next gradients."""
+        """Also runs after an error, since buckets in flight would overwrite the next gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

@@ -1,5 +1,5 @@
-"""Tests whether an optimizer can be sharded: updates must be elementwise, as in SGD and Adam (not
-Adafactor, Muon, LBFGS), and groups must not count steps, as ZeRO steps bucket by bucket."""
+"""Tests whether an optimizer can be sharded. Updates must be elementwise, as in SGD and Adam (not
+Adafactor, Muon or LBFGS), and groups must not count steps, since ZeRO steps once per bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-SHAPE, CUT, STEPS = (4, 6), 10, 3  # cut within a row
+SHAPE, CUT, STEPS = (4, 6), 10, 3  # CUT splits a row
 Optimizer = Callable[..., torch.optim.Optimizer]
 
 
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Steps on a small matrix, whole and as two flat slices; raises ValueError if they differ."""
+    """Steps a small matrix whole and as two flat slices; raises ValueError if results differ."""
     # In a separate thread, where no recording or fake-tensor mode is active.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()

@@ -4,9 +4,9 @@
     shares    |     rank 0      |     rank 1      |     rank 2      |
 
 Equal shares may split a tensor within a row, so optimizers must update elements independently. A
-rank that did not use a parameter contributes -0.0. A sum is -0.0 only if all its terms are; then
-the gradient stays None. Gradients are divided before they are summed, so that fp16 sums do not
-overflow; adding 0.0 clears a -0.0 from underflow.
+rank that did not use a parameter contributes -0.0. A sum is -0.0 only if every term is -0.0;
+the gradient then stays None. Gradients are divided before summation, so that fp16 sums do not
+overflow; adding 0.0 turns a -0.0 from underflow into 0.0.
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.1; DeepSpeed's flat fp16 groups.
 """
 
@@ -36,8 +36,8 @@ class Piece:
 
 
 class FlatPartition:
-    """Splits tensors with `numel` elements in total into `ranks` equal shares of `share` elements;
-    padding at the end makes `padded` = share * ranks."""
+    """Splits tensors of `numel` elements in total into `ranks` equal shares of `share` elements; a
+    buffer has `padded` = share * ranks elements, with padding at the end."""
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int):
         self.shapes, self.ranks = list(shapes), ranks
@@ -64,8 +64,8 @@ class FlatPartition:
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
-    """Buckets of parameters in reverse order, each of one dtype and device and at most
-    `bucket_bytes`, unless one parameter is larger. Raises ValueError unless `bucket_bytes` > 0."""
+    """Groups parameters, in reverse order, into buckets of one dtype and device, each of at most
+    `bucket_bytes` or one larger parameter. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: choose more than 0 MiB; 25 is usual")
     full: list[list[P]] = []
@@ -94,7 +94,7 @@ class GradBuffer:
         self._begins = torch.tensor(begins, dtype=torch.long, device=first.device)
         self._zeros = torch.zeros(len(begins), dtype=first.dtype, device=first.device)
         self.missing = set(self.parameters)  # gradients not yet computed in this backward
-        self.unused: set[Tensor] = set()  # by this rank, in the last backward
+        self.unused: set[Tensor] = set()  # parameters unused by this rank in the last backward
 
     def use(self, flat: Tensor) -> None:
         views = self.partition.views(flat)
@@ -107,7 +107,7 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """Marks the gradient of `p` as ready. RuntimeError if this backward already computed it."""
+        """Marks the gradient of `p` as ready; raises RuntimeError if marked twice in a backward."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} was computed twice in one backward, as "
@@ -117,7 +117,7 @@ class GradBuffer:
         self.missing.remove(p)
 
     def put(self, p: Tensor, divisor: float) -> None:
-        """Divides `p.grad` and stores it in the buffer, where it may already be."""
+        """Writes the divided `p.grad` to the buffer and makes `p.grad` a view of the buffer."""
         assert p.grad is not None
         check_dense(p.grad)
         torch.div(p.grad.detach(), divisor, out=self.view[p])
@@ -126,7 +126,7 @@ class GradBuffer:
     def flag_unused(self) -> Tensor:
         """Returns the flat gradients, with -0.0 for parameters that this rank did not use."""
         assert self.flat is not None
-        self.flat.index_add_(0, self._begins, self._zeros)  # so no used gradient begins with -0.0
+        self.flat.index_add_(0, self._begins, self._zeros)  # no used gradient begins with -0.0
         self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.unused:
             self.view[p].fill_(-0.0)
@@ -134,7 +134,7 @@ class GradBuffer:
 
 
 def flagged_unused(flat: Tensor) -> bool:
-    """Whether the reduced gradient shows that no rank used its parameter."""
+    """Whether the reduced gradient shows that no rank used the parameter."""
     first = flat[:1].real if flat.is_complex() else flat[:1]
     return bool(((first == 0) & torch.signbit(first)).all())
 
@@ -148,7 +148,7 @@ def check_dense(gradient: Tensor) -> None:
 
 
 def while_alive(method: Any) -> Callable[..., Any]:
-    """Wraps `method` as a hook that refers to its object weakly; a copied hook does nothing."""
+    """Wraps `method` as a hook with a weak reference to its object; a copied hook does nothing."""
     return partial(_call, WeakMark(method.__self__), method.__func__)
 
 
@@ -157,5 +157,5 @@ def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) ->
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
-    """Calls `method(parameter)` whenever autograd has accumulated its gradient."""
+    """Calls `method(parameter)` whenever autograd has accumulated the parameter's gradient."""
     parameter.register_post_accumulate_grad_hook(while_alive(method))

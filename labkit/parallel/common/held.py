@@ -1,4 +1,4 @@
-"""Measures what a strategy holds on a rank, in bytes: the quantities that `predict` estimates."""
+"""Measures the bytes that a strategy holds on a rank, for comparison with `predict`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from labkit.holdings import Footprint
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
-    """Bytes that this rank holds, with a sharded optimizer's tensors; shared memory counts once."""
+    """Bytes held on this rank, with a sharded optimizer's tensors; shared memory counts once."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "gradient_pieces"):
@@ -27,8 +27,8 @@ def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float =
 
 
 def _memory_bytes(values: Iterable[Any]) -> int:
-    """Bytes that the tensors in `values` cover, overlaps counted once."""
-    total, end = 0, (0, 0)  # (storage, the first byte after what has been counted)
+    """Bytes covered by the tensors in `values`; overlaps count once."""
+    total, end = 0, (0, 0)  # (storage, first byte not yet counted)
     for storage, begin, nbytes in sorted(
         (x.untyped_storage().data_ptr(), int(x.storage_offset()) * x.element_size(), x.nbytes)
         for x in values

@@ -1,5 +1,5 @@
-"""Checks on wrapped modules: parameters equal on all ranks, owned once, and unchanged; and a hook
-on the end of the running backward."""
+"""Checks that a wrapped module's parameters are equal on all ranks, owned once and unchanged;
+registers callbacks for the end of backward."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,20 +16,20 @@ from labkit.comm import Comm
 
 
 class Mark:
-    """Marks a parameter: ranks of `comm` hold different parts of its data or gradient."""
+    """Marks a parameter whose data or gradient differs between the ranks of `comm`."""
 
     comm: Comm
 
     def attach_to(self, parameter: Tensor) -> None: ...
 
     def check(self, name: str, comm: Comm, averaged: bool) -> None:
-        """Raises ValueError if ranks of `comm` have different parts of parameter `name` or, with
+        """Raises ValueError if ranks of `comm` hold different parts of parameter `name` or, with
         `averaged`, if its gradients must not be averaged over `comm` alone."""
         raise NotImplementedError
 
 
 def marks_of(parameter: Tensor) -> list[Mark]:
-    """All marks of `parameter`; its `Shard` comes before sequence marks."""
+    """The marks of `parameter`: its `Shard` first, then sequence marks."""
     attributes = [vars(parameter)[name] for name in sorted(vars(parameter), reverse=True)]
     return [x for x in attributes if isinstance(x, Mark)]
 
@@ -37,8 +37,8 @@ def marks_of(parameter: Tensor) -> list[Mark]:
 def check_same_on_all_ranks(
     named: Sequence[tuple[str, Tensor]], comm: Comm, averaged: bool = True
 ) -> None:
-    """Raises ValueError on every rank if names, shapes, dtypes, order or frozen parameters differ,
-    or if a mark forbids `comm` (with `averaged`: forbids averaging gradients over it)."""
+    """Raises ValueError, on every rank, if names, shapes, dtypes, order or frozen parameters differ
+    between ranks, or if a mark forbids `comm` (with `averaged`: averaging over `comm`)."""
     for name, x in named:
         for mark in marks_of(x):
             mark.check(name, comm, averaged)
@@ -64,7 +64,7 @@ def _describe(name: str, x: Tensor) -> str:
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], comm: Comm, src: int = 0) -> None:
-    """Makes the tensors of all ranks equal to those of rank `src`."""
+    """Overwrites the tensors on all ranks with rank `src`'s."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for x in tensors:
         kinds.setdefault((x.dtype, x.device), []).append(x.detach())
@@ -84,7 +84,7 @@ def check_trainable(module: nn.Module) -> None:
 
 
 def claim(named: Iterable[tuple[str, Tensor]], owner: object) -> None:
-    """Registers `owner` as the parameters' strategy; ValueError if one has another live owner."""
+    """Registers `owner` for the parameters; raises ValueError if any has a different live owner."""
     named = list(named)
     for name, parameter in named:
         current = owner_of(parameter)
@@ -103,12 +103,12 @@ def owner_of(parameter: Tensor) -> Any:
 
 
 def pipeline_with(parameter: Tensor) -> Any:
-    """The pipeline that has `parameter` in a stage on this rank, or None."""
+    """The pipeline with `parameter` in one of this rank's stages, or None."""
     return getattr(parameter, "_labkit_pipeline", _no_owner)()
 
 
 class WeakMark(ref):
-    """A weak reference stored on a parameter; pickling replaces it with a dead one."""
+    """A weak reference stored on a parameter; pickling replaces it with a dead reference."""
 
     def __reduce__(self) -> Any:
         return partial, (_no_owner,)
@@ -118,7 +118,7 @@ def _no_owner() -> None: ...
 
 
 class ParamSnapshot:
-    """Records the tensor behind each parameter name and which are frozen, to detect changes."""
+    """Records the tensor and frozen state per parameter name, to detect later changes."""
 
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused
@@ -158,6 +158,6 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 
 def running_backward() -> int | None:
-    """The id of the running backward; None outside of backward."""
+    """The id of the running backward; None outside backward."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task

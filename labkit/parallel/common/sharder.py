@@ -1,8 +1,8 @@
-"""Protocols by which labkit uses data-parallel strategies without importing their classes.
+"""Protocols through which labkit uses data-parallel strategies without importing their classes.
 
     clipping, recording         gradient_pieces(): averaged gradients, each element on one rank
     checkpoints                 owned(...): pieces of parameters and their optimizer state;
-                                after_load(), called after a load wrote to them
+                                after_load(), called after each load
     a pipeline                  no_sync(), sends_once, shards_parameters, gradient_of_copy(p)
 
 A `DataParallel` averages gradients: DDP, NaiveDDP, ZeroOptimizer, ZeRO3. A `Sharder` also shards
@@ -24,7 +24,7 @@ Kind = TypeVar("Kind")
 
 
 class DataParallel(Protocol):
-    """Averages gradients over replicas, except in `no_sync()`. torch's DDP and FSDP do, too."""
+    """Averages gradients over replicas, except in `no_sync()`, as torch's DDP and FSDP do."""
 
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -37,29 +37,29 @@ class OwnsPieces(Protocol):
         optimizer, the optimizer if `self` is a wrapped model."""
 
     def after_load(self) -> None:
-        """Updates everything derived from the pieces after a load wrote to them."""
+        """Updates tensors derived from the pieces; called after a load."""
 
 
 class OwnsGradientPieces(Protocol):
     """Shards the averaged gradients over ranks."""
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Returns (this rank's averaged gradients, of any shape, writable in place; the ranks over
-        which each element is in exactly one piece). `piece.piece_of` is its parameter."""
+        """Returns (this rank's averaged gradients, of any shape, writable in place; the comm over
+        which each element is in exactly one piece). `piece.piece_of` is the parameter."""
 
 
 class TiedGradient(Protocol):
-    """The gradient of a parameter that is tied across stages of a pipeline."""
+    """The gradient of a parameter tied across pipeline stages."""
 
     def set_aside(self) -> None:
         """Called before a step: sets aside gradients of earlier steps, which are already summed."""
 
     def sum_copies(self, copies: Any) -> None:
-        """Called after the last backward: all-reduces the gradient over the ranks `copies`."""
+        """Called after the last backward: all-reduces the gradient over the ranks of `copies`."""
 
 
 class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
-    """Shards gradients, and maybe parameters, over the ranks of `comm`.
+    """Shards gradients, and possibly parameters, over the ranks of `comm`.
 
     sends_once          keeps unsharded gradients between backwards, so that a pipeline may reduce
                         them once per step
@@ -72,30 +72,30 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     def sends_once(self) -> bool: ...
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
-        """The gradient of a parameter tied across pipeline stages. Raises ValueError unless all
-        ranks that own a part of `p` hold the same elements."""
+        """The gradient of a parameter tied across pipeline stages. Raises ValueError unless
+        every rank that owns a part of `p` holds the same elements."""
 
 
 @runtime_checkable
 class InStages(Protocol):
-    """A model in stages, one or more on each rank of `comm`: a Pipeline. The parameters of its
-    stages hold a weak reference to it (ownership.py)."""
+    """A model split into stages, at least one per rank of `comm` (a Pipeline). Stage parameters
+    hold a weak reference to the pipeline (ownership.py)."""
 
     comm: Comm
-    module: nn.Module  # the stages of this rank, under the names of the whole model
-    aliases: dict[str, str]  # of tied parameters in any stage: {alias: first name}
+    module: nn.Module  # this rank's stages, named as in the whole model
+    aliases: dict[str, str]  # tied parameters of all stages: {alias: first name}
 
     def owners(self, parameter: Tensor) -> tuple[int, ...]:
-        """The ranks of `comm` that have `parameter`: several if it is tied across stages."""
+        """The ranks of `comm` that hold `parameter`: more than one if tied across stages."""
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this is the first rank with `parameter`; norms count a tied gradient there."""
+        """Whether this is the first rank with `parameter`, where norms count a tied gradient."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage) per local stage, wrapped (DDP, ZeRO3) or not."""
+        """(Name prefix in the whole model, stage or its wrapper such as DDP) per local stage."""
 
 
 class LossScaler(Protocol):
@@ -107,8 +107,8 @@ class LossScaler(Protocol):
 
 
 def implements(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
-    """Whether `x` has all members of `protocol`. Unlike `isinstance` from Python 3.12 on, it sees
-    attributes that a wrapper forwards, as `torch.compile`'s does."""
+    """Whether `x` has every member of `protocol`, including attributes that a wrapper such as
+    `torch.compile`'s forwards (`isinstance` ignores these since Python 3.12)."""
     hashable: Any = protocol  # for mypy
     return all(hasattr(x, name) for name in _members(hashable))
 
@@ -132,8 +132,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict()` of the unsharded model, equal on all ranks. Collective: call it on all.
-    `model`: edited by `tensor_parallel`, a strategy around one, or a Pipeline (all stages, on the
+    """The `state_dict()` of the unsharded model, equal on all ranks. Collective.
+    `model`: edited by `tensor_parallel`, wrapped in a strategy, or a Pipeline (all stages, on the
     CPU). With a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
     Raises ValueError if a ZeRO3 is nested inside `model`."""
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
@@ -142,7 +142,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     if any(shards_parameters(part) for part in model.modules() if part is not model):
         raise ValueError("full_state_dict: this model contains a ZeRO3; pass that module")
     parts = plain_module(model).state_dict(keep_vars=True)
-    # ZeRO3 gathers them over its own ranks; they may still be sharded over others.
+    # ZeRO3 gathers only over its ranks; the loop below joins tensor-parallel shards.
     sharded: Any = model
     state = sharded.full_state_dict() if shards_parameters(model) else dict(parts)
     whole: dict[int, Tensor] = {}
@@ -154,7 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module inside a strategy that adds no state; for a Pipeline, its stages on this rank."""
+    """The module inside any wrapper without parameters; for a Pipeline, this rank's stages."""
     if isinstance(model, InStages):
         return model.module
     inside = getattr(model, "module", None)
@@ -167,7 +167,7 @@ def plain_module(model: nn.Module) -> nn.Module:
 
 
 def _joined(x: Tensor, shard: Shard) -> Tensor:
-    """All ranks' parts concatenated, without padding."""
+    """All ranks' parts, concatenated, without padding."""
     own = x.to(shard.comm.own_device())
     parts = list(own.new_empty([shard.comm.size, *own.shape]))
     shard.comm.all_gather(parts, own)

@@ -1,15 +1,15 @@
-"""Marks of sharded parameters: which part of the whole tensor this rank has.
+"""Marks on sharded parameters: which part of the whole tensor this rank holds.
 
-    whole [5, 3], rows over 2 ranks          rank 0           rank 1
-                                             | 0 1 2 |        | 9 a b |      rows 3:5, and a row
-    Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      of padding: all
-    Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      ranks have 3
+    whole [5, 3], rows split over 2 ranks    rank 0           rank 1
+                                             | 0 1 2 |        | 9 a b |      rows 3:5, padded
+    Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      to 3 rows, as on
+    Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      rank 0
 
 A parameter without a mark is replicated: equal on all tensor-parallel ranks.
 
     clipping      counts replicated parameters once in the norm, sums shards over `comm`
-    checkpoints   write the whole tensor under its plain name, without padding, and read any part
-    DDP and ZeRO  average over ranks that have the same part, never over `comm`
+    checkpoints   write the whole tensor under its plain name, without padding; read any slice
+    DDP and ZeRO  average over ranks that hold the same part, never over `comm`
 
 Marks are attributes of the parameter. They survive `module.to(...)`, `p.data = ...`,
 `copy.deepcopy`, pickle (`comm` becomes a `DetachedComm`) and wrapping in a strategy, but not
@@ -33,10 +33,10 @@ from labkit.parallel.common.ownership import Mark, marks_of
 class CopiedMark(Mark):
     """A mark that survives deep copy and pickle of its parameter."""
 
-    name: ClassVar[str]  # of the attribute
+    name: ClassVar[str]  # the attribute's name
 
     def attach_to(self, parameter: Tensor) -> None:
-        """Overrides copy and pickle on the instance: nn.Parameter's `__deepcopy__` drops its
+        """Overrides copy and pickle on the instance: nn.Parameter's `__deepcopy__` drops
         attributes, and a subclass would lose torch's fast optimizer paths."""
         weak: Any = ref(parameter)
         setattr(parameter, self.name, self)
@@ -72,9 +72,9 @@ def _unpickled(is_parameter: bool, requires_grad: bool, x: Tensor, marks: list[M
 
 @dataclass(frozen=True)
 class Shard(CopiedMark):
-    """This rank holds `start:stop` along `dim` (>= 0) of a parameter that has size `whole` there;
-    the ranks of `comm` together hold all. A local tensor longer than `stop - start` ends with
-    padding, which has zero gradients."""
+    """This rank holds `start:stop` along `dim` (>= 0) of a parameter with size `whole` along `dim`;
+    the ranks of `comm` together hold the whole parameter. A local tensor longer than
+    `stop - start` ends with padding, which has zero gradients."""
 
     comm: Comm
     dim: int
@@ -105,8 +105,8 @@ class Shard(CopiedMark):
 
 
 def mark_shard(parameter: Tensor, shard: Shard) -> None:
-    """Marks `parameter`. Raises ValueError if it has no `shard.dim` or is shorter there than
-    stop - start; a longer one has padding."""
+    """Attaches `shard` to `parameter`, which may be padded along `shard.dim`. Raises ValueError if
+    the parameter lacks that dimension or is shorter than stop - start along it."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
@@ -116,13 +116,13 @@ def mark_shard(parameter: Tensor, shard: Shard) -> None:
 
 
 def shard_of(parameter: Tensor) -> Shard | None:
-    """The mark of `parameter`; None if it is replicated."""
+    """The `Shard` of `parameter`; None if the parameter is replicated."""
     return getattr(parameter, Shard.name, None)
 
 
 def check_same(comm: Comm, what: str, tensors: Callable[[], Iterable[Tensor]], advice: str) -> None:
     """With `World(check=True)`, raises ValueError if bytes, shapes or dtypes of `tensors()` differ
-    between the ranks of `comm`, which must all hold the same."""
+    between the ranks of `comm`, which must hold equal tensors."""
 
     def checksum() -> str:
         crc = 0

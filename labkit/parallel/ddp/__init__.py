@@ -2,6 +2,6 @@
 
 ddp.py            the strategy: an all-reduce per bucket; `join`, `no_sync`
 extras.py         bucket order by arrival, static graphs, uneven inputs (`join`)
-comm_hooks.py     how buckets are reduced: compression, custom hooks
-common/data_parallel.py   when buckets are sent, for DDP and ZeRO alike
+comm_hooks.py     bucket reduction: compression, custom hooks
+common/data_parallel.py   bucket scheduling, shared by DDP and ZeRO
 """

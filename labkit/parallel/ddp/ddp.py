@@ -1,15 +1,15 @@
 """Distributed data parallelism: gradient buckets are all-reduced while backward still runs.
 
-    each rank holds   the whole model: parameters P, gradients P, Adam 2P; its share of the batch
+    each rank holds   the whole model (parameters P, gradients P, Adam 2P), its share of the batch
     each rank sends   2(n-1)/n P bytes per step, in P / bucket_mb messages
 
-Backward computes the last layer's gradients first. Buckets therefore take the parameters in reverse
-order, and each is sent as soon as it is full:
+Backward computes the last layer's gradients first. Buckets therefore collect parameters in reverse
+order, and each bucket is sent as soon as it is full:
 
         each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
                                                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
-Only the last bucket is exposed. After backward the gradients *are* views of the buckets.
+Only the last bucket's all-reduce is exposed. After backward, gradients *are* views of buckets.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
@@ -31,13 +31,13 @@ from labkit.parallel.ddp.extras import STATIC, JoinCoordinator, Phase, agreed_or
 
 
 class Bucket(GradBuffer):
-    """The gradients of some parameters in one flat buffer, all-reduced together."""
+    """A flat buffer of gradients that are all-reduced together."""
 
     def __init__(self, parameters: Sequence[Any], comm: Comm | None, names: Mapping[Any, str]):
         super().__init__(parameters, FlatPartition([p.shape for p in parameters], ranks=1), names)
         numel, first = self.partition.numel, parameters[0].detach()
         self.use(comm.symmetric_empty(numel, first) if comm else first.new_empty(numel))
-        self.handle: PendingReduction | None = None  # of the running reduction
+        self.handle: PendingReduction | None = None  # of the reduction in flight
 
     def fill(self, divisor: float) -> torch.Tensor:
         for p in self.parameters:
@@ -49,7 +49,7 @@ class Bucket(GradBuffer):
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
-        for parameter in self.unused:  # by this rank; another may have used it
+        for parameter in self.unused:  # by this rank; other ranks may have used the parameter
             if not flagged_unused(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
@@ -65,15 +65,15 @@ class DDP(GradReducer, Replica):
 
     Args:
         module: any module; all replicas start with rank 0's weights.
-        comm: the ranks that hold replicas; default: all.
-        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
-        overlap: send buckets as soon as they are full; False: at the end of backward.
-        static_graph: every step uses the same parameters as the first, on all ranks. Unused ones
-            are never sent. Raises ValueError if a later step differs.
-        hook: how buckets are reduced, such as `compressed(torch.bfloat16)`; see `comm_hooks`.
-        find_unused_parameters: no effect; unused parameters are always found (common/flat.py).
+        comm: the ranks that hold replicas; default: all ranks.
+        bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
+        overlap: send each bucket as soon as it is full; if False, at the end of backward.
+        static_graph: every step uses the same parameters as the first step, on all ranks; unused
+            parameters are never sent. A step that differs raises ValueError.
+        hook: reduces a bucket, such as `compressed(torch.bfloat16)`; see `comm_hooks`.
+        find_unused_parameters: ignored, since unused parameters are always found (common/flat.py).
 
-    Raises ValueError, on every rank, if the modules differ between ranks or one is already wrapped;
+    Raises ValueError, on every rank, if modules differ between ranks or one is already wrapped;
     in forward, if parameters changed after wrapping.
     """
 
@@ -96,7 +96,7 @@ class DDP(GradReducer, Replica):
     def _attach(self) -> None:
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._arrived: list[torch.Tensor] | None = None  # order of the first backward's gradients
+        self._arrived: list[torch.Tensor] | None = None  # gradient order in the first backward
         self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
 
@@ -153,7 +153,7 @@ class DDP(GradReducer, Replica):
         raise ValueError(f"{self._names[parameter]} {what}; {STATIC}")  # type: ignore[index]
 
     def _rebuild(self, arrived: list[Any]) -> None:
-        self._arrived = None  # once, after the first backward
+        self._arrived = None  # rebuild once, after the first backward
         order = agreed_order(self._parameters_to_average, arrived, self.comm, self._join.first)
         if self.static_graph:
             unused = {p for bucket in self._buckets for p in bucket.unused}
@@ -169,9 +169,9 @@ class DDP(GradReducer, Replica):
 
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
-        """Allows a different number of steps on each rank in this block. All ranks end with the
-        weights of a rank active to the end; optimizer state differs, so create a new optimizer.
-        Gradients are divided by the number of ranks or, with `divide_by_active`, active ranks."""
+        """Lets ranks run different numbers of steps in this block. All ranks end with the weights
+        of a rank that was active to the end; optimizer state differs, so create a new optimizer.
+        Divides gradients by the number of all ranks or, with `divide_by_active`, active ranks."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:
@@ -188,4 +188,4 @@ class DDP(GradReducer, Replica):
         finally:
             self._join = JoinCoordinator(self.comm)
 
-    predict = staticmethod(replicated)  # the bytes of NaiveDDP, in fewer messages
+    predict = staticmethod(replicated)  # NaiveDDP's bytes in fewer messages

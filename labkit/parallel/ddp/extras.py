@@ -1,12 +1,12 @@
-"""Agreement between the ranks of a DDP: bucket order, static graphs, uneven inputs.
+"""Agreement between DDP ranks: bucket order, static graphs, uneven inputs.
 
     registered w0 w1 w2 w3, used w2 w0 w3 w1         gradients arrive   g1  g3  g0  g2
-    buckets by registration    [ g3  g2 ][ g1  g0 ]      the first is full only at the end
+    buckets by registration    [ g3  g2 ][ g1  g0 ]      first bucket full only at the end
     buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Uneven inputs: a rank that runs out of data joins. Before each collective, active ranks announce
-their phase and joined ranks DONE, by an all-reduce of one element per rank. While any rank is
-active, joined ranks take part in its collectives as if they used no parameter: sums do not change.
+Uneven inputs: a rank that runs out of data joins. Before each collective, an all-reduce of one
+element per rank announces the phase of active ranks and DONE for joined ranks. While any rank is
+active, joined ranks take part in collectives as if all parameters were unused; sums do not change.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """
@@ -25,7 +25,7 @@ STATIC = "leave out static_graph=True: it requires the same parameters in every 
 def agreed_order(
     parameters: Sequence[nn.Parameter], arrived: Sequence[nn.Parameter], comm: Comm, src: int = 0
 ) -> list[nn.Parameter]:
-    """The parameters in order of gradient arrival on rank `src`; those without gradients last."""
+    """Parameters in order of gradient arrival on rank `src`, then parameters without gradients."""
     place = {parameter: i for i, parameter in enumerate(parameters)}
     order = comm.broadcast_object([place[p] for p in arrived], src)
     others = sorted(set(place.values()) - set(order), reverse=True)
@@ -35,8 +35,8 @@ def agreed_order(
 def agreed_used(
     names: Mapping[nn.Parameter, str], used: Collection[nn.Parameter] | None, comm: Comm
 ) -> set[nn.Parameter]:
-    """The parameters used, the same on all ranks; `used` is None on joined ranks. Raises ValueError
-    on every rank if ranks used different parameters."""
+    """The used parameters, equal on all ranks; `used` is None on joined ranks. Raises ValueError,
+    on every rank, if ranks used different parameters."""
     own = None if used is None else [names[p] for p in names if p in used]
     by_rank = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(own)) if x is not None}
     first, *others = by_rank
@@ -53,12 +53,12 @@ class Phase(IntEnum):
     """A rank's next phase, announced to the ranks that have run out of data."""
 
     DONE = 0
-    FORWARD = 1  # in which buffers are broadcast
+    FORWARD = 1  # broadcasts buffers
     BACKWARD = 2
 
 
 class JoinCoordinator:
-    """Tracks active ranks. Outside of `join()` (device=None) all are active; nothing is sent."""
+    """Tracks active ranks. Outside `join()` (device=None) all ranks are active; nothing is sent."""
 
     def __init__(
         self, comm: Comm, device: torch.device | None = None, divide_by_active: bool = False
@@ -68,7 +68,7 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """The phase of the active ranks, DONE if there are none. ValueError if phases differ."""
+        """Returns the active ranks' phase (DONE if none); raises ValueError if phases differ."""
         if self._device is None:
             return phase
         announced = torch.zeros(self.comm.size, device=self._device)
@@ -85,7 +85,7 @@ class JoinCoordinator:
 
     @property
     def first(self) -> int:
-        return self.active[0]  # its weights are current, those of joined ranks are not
+        return self.active[0]  # has current weights; joined ranks do not
 
     @property
     def divisor(self) -> int:

@@ -1,20 +1,20 @@
 """Asynchronous parameter server: workers push and pull independently. Gradients may be *stale*:
-computed with weights that other workers have updated since.
+computed with weights that other workers have since updated.
 
     rank 0, the server  parameters P, optimizer state, a buffer for one gradient G
-    rank 1 ... n-1      parameters P and gradients G; each its own data
-    bytes per step      G from the worker to the server and P back
+    rank 1 ... n-1      parameters P, gradients G, and separate data per worker
+    bytes per step      G from a worker to the server and P back
 
         rank 1  [ w0: forward backward ]push [ w1 .................... ]push
         rank 2  [ w0: forward backward ..........  ]push [ w3: forward ...
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
-    staleness of an update = weight version it is applied to - version its gradient was computed
-    with: 0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
+    staleness of an update = version of the updated weights - version that produced the gradient:
+    0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
 
-With `max_staleness=s` (*stale synchronous parallel*) a worker waits while it is more than s steps
-ahead of the slowest; staleness is then at most (n-2)(2s + 1) on n ranks.
+With `max_staleness=s` (*stale synchronous parallel*), a worker waits while it is more than s steps
+ahead of the slowest worker; staleness is then at most (n-2)(2s + 1) on n ranks.
 
 Sources: Dean et al. (DistBelief), NIPS 2012, section 4.1; Li et al., "Scaling Distributed Machine
 Learning with the Parameter Server", OSDI 2014, section 3; Ho et al., "More Effective Distributed ML
@@ -35,13 +35,13 @@ from labkit.parallel.common.flat import check_dense
 from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.parameter_server.synchronous import SERVER
 
-DONE = -1  # sent as version by a worker that has finished
+DONE = -1  # the version that a finished worker sends
 POLL_S = 0.0002
 
 
 @dataclass(frozen=True)
 class Update:
-    """A server step: the gradient of weight version `made_with`, applied to `applied_to`."""
+    """A server step that applies the gradient of weight version `made_with` to `applied_to`."""
 
     worker: int
     made_with: int
@@ -53,7 +53,7 @@ class Update:
 
 
 class AsyncParameterServer(Replica):
-    """Rank 0 serves the weights of `module`; the other ranks train them without synchronization.
+    """Rank 0 serves the weights of `module`; other ranks train without synchronization.
 
         model = AsyncParameterServer(module, torch.optim.SGD, lr=0.1)
 
@@ -65,19 +65,19 @@ class AsyncParameterServer(Replica):
 
         updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
 
-    After `run` all ranks have the same weights and the list of all updates. The server steps once
-    per push: n workers make n steps where a synchronous server makes one. Buffers are not shared.
+    After `run`, all ranks hold the same weights and the list of all updates. The server steps once
+    per push: n steps for n workers, where a synchronous server steps once. Buffers are not shared.
 
     Args:
         module: any module; all copies start with rank 0's weights.
         optimizer_cls: created on rank 0 with `defaults`.
-        comm: rank 0 serves, the others work; default: all. At least 2 ranks.
-        max_staleness: how many steps a worker may be ahead of the slowest; None: no limit.
-        order: which worker each of the first pushes must come from, for bitwise reproducible
+        comm: at least 2 ranks; rank 0 serves, other ranks work. Default: all ranks.
+        max_staleness: maximum number of steps that a worker may lead the slowest; None: no limit.
+        order: the workers that send the first pushes, in order, for bitwise reproducible
             runs; later pushes are handled on arrival.
 
     Raises ValueError, on every rank, if the models differ between ranks or a parameter belongs to
-    another strategy; in `run`, if `order` names a worker that is waiting or done.
+    a different strategy; in `run`, if `order` names a worker that is waiting or done.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AsyncParameterServer(Replica):
         self.max_staleness, self.order = max_staleness, list(order)
         self._check_arguments()
         self._parameters_to_serve = self._parameters_to_average
-        self._device = self._parameters_to_serve[0].device  # headers use it, too
+        self._device = self._parameters_to_serve[0].device  # also for headers
         self.optimizer: torch.optim.Optimizer | None = None
         if self.is_server:
             self.optimizer = optimizer_cls(self._parameters_to_serve, **defaults)
@@ -108,7 +108,7 @@ class AsyncParameterServer(Replica):
         return self.module(*args, **kwargs)
 
     def run(self, work: Callable[[], object]) -> list[Update]:
-        """Calls `work` on each worker; rank 0 serves until all have returned. Collective."""
+        """Calls `work` on each worker; rank 0 serves until all calls have returned. Collective."""
         if self.is_server:
             self._serve()
         else:
@@ -133,7 +133,7 @@ class AsyncParameterServer(Replica):
         self.version = int(version)
 
     def _send_header(self, version: int) -> None:
-        """Header: the weight version, then for each parameter whether it has a gradient."""
+        """Sends the weight version and, per parameter, whether it has a gradient."""
         gradients = [p.grad for p in self._parameters_to_serve]
         for gradient in (g for g in gradients if g is not None):
             check_dense(gradient)
@@ -141,11 +141,11 @@ class AsyncParameterServer(Replica):
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 
     def _serve(self) -> None:
-        """Serves until all workers are done; always answers the slowest, so it cannot deadlock."""
+        """Serves until all workers are done; always answers the slowest, to avoid deadlock."""
         length = 1 + len(self._parameters_to_serve)
         pushes = _Pushes(self.comm, length, self._device, self.order)
-        steps = dict.fromkeys(range(1, self.comm.size), 0)  # of active workers
-        waiting: list[int] = []  # workers that have pushed and are too far ahead
+        steps = dict.fromkeys(range(1, self.comm.size), 0)  # per active worker
+        waiting: list[int] = []  # workers that are too far ahead after a push
         while steps:
             worker, (made_with, *has_gradient) = pushes.next(waiting)
             if made_with == DONE:

@@ -1,9 +1,9 @@
 """Synchronous parameter server: rank 0 gathers gradients, steps, and scatters the weights.
 
-    rank 0, the server  parameters P, gradients G, Adam 2G; its share of the batch
-    n-1 workers         parameters P, and gradients G until they are sent; their shares
+    rank 0, the server  parameters P, gradients G, Adam 2G, its share of the batch
+    n-1 workers         parameters P, gradients G until sent, their shares of the batch
     bytes per step      G from each worker to the server and G back: 2(n-1) G over the server's
-                        link, 2 G over each worker's; a ring all-reduce takes 4 (n-1)/n G
+                        link, 2 G over a worker's link; ring all-reduce: 4 (n-1)/n G per link
 
         rank 1  forward | backward | push g --.               .--> new w | forward
         rank 2  forward | backward | push g --+               +--> new w | forward
@@ -27,20 +27,20 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=torch.optim.Optimizer)
 
 
 class ParameterServer(NaiveDDP):
-    """Replicates rank 0's `module` on the ranks of `comm` (default: all); rank 0 alone steps.
+    """Replicates rank 0's `module` on the ranks of `comm` (default: all); only rank 0 steps.
 
         model = ParameterServer(module)
         optimizer = model.pull_after(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     The training loop does not change. After `backward()`, rank 0 has the mean gradients and workers
-    have none; their `optimizer.step()` only receives the new weights. Clipping acts on rank 0.
+    have none; `optimizer.step()` on a worker only receives weights. Clipping acts on rank 0.
 
     Raises ValueError, on every rank, if the models differ between ranks, if a parameter belongs to
-    another strategy or changed after wrapping, and in backward without `pull_after`."""
+    a different strategy or changed after wrapping, and in backward without `pull_after`."""
 
     def _attach(self) -> None:
         super()._attach()
-        self._pulls = False  # copies need their own `pull_after`
+        self._pulls = False  # a copy must call `pull_after` again
         for parameter in self._parameters_to_average:
             parameter.register_hook(while_alive(self._divide))
 
@@ -60,7 +60,7 @@ class ParameterServer(NaiveDDP):
 
     def _average(self) -> None:
         self._scheduled = False
-        self._unchanged.check()  # in eval mode, forward does not
+        self._unchanged.check()  # in eval mode, forward skips this check
         if not self._pulls:
             raise ValueError(
                 "ParameterServer: no optimizer pulls the weights; create it with optimizer = "
@@ -92,8 +92,8 @@ class ParameterServer(NaiveDDP):
 
     @staticmethod
     def predict(module: nn.Module, size: int) -> Footprint:
-        """Bytes held: the mean over ranks (only rank 0 has gradients and optimizer state).
-        `bus_bytes`: over the busiest link, the server's: 2(n-1) G."""
+        """Bytes held are means over ranks (only rank 0 holds gradients and optimizer state);
+        `bus_bytes` counts the busiest link, the server's: 2(n-1) G."""
         grads = parameter_bytes(module, trainable_only=True)
         bus_bytes = 2 * (size - 1) * grads
         state = adam_bytes(module)

@@ -1,7 +1,7 @@
-"""Gradients of a bucket under ZeRO-1 and 2, and this rank's share of their averages.
+"""A bucket's gradients under ZeRO-1 and ZeRO-2, and this rank's share of the averages.
 
-    gradients    a a a a a a b b c c c .    filled during backward, each divided by n
-    averaged             a a b b            rank 1's share of 3, summed over the ranks
+    gradients    a a a a a a b b c c c .    filled during backward, divided by n
+    averaged             a a b b            rank 1's share (of 3), summed over ranks
 
 Between backward and step, `.grad` only marks that a gradient exists.
 """
@@ -19,8 +19,8 @@ from labkit.precision.shadow_optimizer import fp32_gradient
 
 
 class GradPlaceholder(Tensor):
-    """A placeholder with the gradient's shape and dtype. Computing with it raises ValueError, as
-    torch's `clip_grad_norm_` would clip each share by its own norm."""
+    """A placeholder with the gradient's shape and dtype. Any computation raises ValueError, since
+    torch's `clip_grad_norm_` would clip each share by the norm of that share."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __repr__ = object.__repr__  # type: ignore[assignment]
@@ -36,7 +36,7 @@ class GradPlaceholder(Tensor):
 
 
 def grad_placeholder(p: Tensor, gradient: Tensor | None) -> Tensor:
-    """The `.grad` of `p` between backward and step: in the memory of `gradient`, or empty."""
+    """The `.grad` of `p` between backward and step: shares the memory of `gradient`, if any."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake tensor, in a dry run
         return like
@@ -46,19 +46,19 @@ def grad_placeholder(p: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 class ZeroBucket(ParamShare, GradBuffer):
-    """Parameters, gradients and this rank's share of both. Stage 1: keeps unsharded gradients."""
+    """Parameters, gradients and this rank's share of both; stage 1 keeps unsharded gradients."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm, names: Mapping[Tensor, str]):
         ParamShare.__init__(self, parameters, comm)
         GradBuffer.__init__(self, parameters, self.partition, names)
         self.placeholders: dict[Tensor, Tensor] = {}  # `.grad` after backward
-        self.averaged = self.share[:0]  # until gradients arrive
+        self.averaged = self.share[:0]  # empty until gradients arrive
         self.sending: Handle | None = None
         self._accumulating: set[Tensor] = set()  # parameters with a gradient from earlier backwards
         self._set_aside: Tensor | None = None  # averages of earlier steps
 
     def accumulate_hook(self, p: Tensor) -> Callable[[Any], Any]:
-        """A hook that divides an incoming gradient if autograd adds it to a divided `p.grad`."""
+        """A hook that divides the incoming gradient if autograd adds it to a divided `p.grad`."""
 
         def hook(gradients: Any) -> Any:
             if not self.restore_grad(p):
@@ -69,7 +69,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return hook
 
     def restore_grad(self, p: Tensor) -> bool:
-        """Makes `p.grad` a tensor that autograd can add to; returns whether it is divided by n."""
+        """Makes `p.grad` a tensor to which autograd can add; returns whether it is divided by n."""
         if p.grad is not None and p.grad is self.placeholders.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)
@@ -111,7 +111,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         self._accumulating.clear()
 
     def _on_averages_received(self) -> None:
-        """Zeroes the other shares, so that a second backward sends only new gradients."""
+        """Zeroes other ranks' shares, so that a second backward sends only new gradients."""
         assert self.flat is not None
         begin = self.comm.rank * self.partition.share
         self.flat[:begin].zero_()
@@ -135,7 +135,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return p.grad is not None
 
     def own_gradients(self, averaged: Tensor | None = None) -> list[Tensor | None]:
-        """The averaged gradient of each stand-in, or None."""
+        """The averaged gradient, or None, per stand-in."""
         averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
@@ -143,7 +143,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         ]
 
     def discard_gradients(self) -> None:
-        self.placeholders = {}  # the parameters' `.grad` are None already
+        self.placeholders = {}  # each `.grad` is already None
 
     def zero_gradients(self) -> None:
         by_hand = [p.grad for p in self.parameters if p.grad is not self.placeholders.get(p)]
@@ -158,13 +158,13 @@ class ZeroBucket(ParamShare, GradBuffer):
             p.grad = None
 
     def sum_copies(self, copies: Any) -> None:
-        copies.all_reduce(self.averaged)  # alone in its bucket, so equally sharded on all
+        copies.all_reduce(self.averaged)  # one parameter per bucket, so shards match on all ranks
         if self._set_aside is not None:
             self.averaged.add_(self._set_aside)
         self._set_placeholders(self.parameters)
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
-        """Steps on this rank's share, with 16-bit gradients times `factor`."""
+        """Steps on this rank's share; multiplies 16-bit gradients by `factor`."""
         gradients = self.own_gradients()
         if any(g is not None for g in gradients):  # otherwise skip the fp32 copy
             gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
@@ -179,9 +179,9 @@ class ZeroBucket(ParamShare, GradBuffer):
 
 
 class Stage2Bucket(ZeroBucket):
-    """Stage 2: keeps this rank's share of the gradients and frees the rest. Averages arrive in
-    `averaged` itself if it is free: at first, after `zero_grad`, and after a step. Otherwise
-    (accumulation) they are added to it."""
+    """Stage 2: keeps this rank's share of the gradients and frees the rest. New averages
+    overwrite `averaged` in the first backward and after `zero_grad` or a step; otherwise
+    (accumulation) they are added."""
 
     _consumed = False  # the next backward may overwrite `averaged`
     _incoming: Tensor | None = None
@@ -212,7 +212,7 @@ class Stage2Bucket(ZeroBucket):
         return p in self.averaged_for
 
     def restore_grad(self, p: Tensor) -> bool:
-        """Keeps averages in place, unless `.grad` was set by hand, which replaces them."""
+        """Keeps the averages, unless a `.grad` set by hand replaces them."""
         placeholder = self.placeholders.pop(p, None)
         if placeholder is not None and p.grad is placeholder:
             p.grad = None

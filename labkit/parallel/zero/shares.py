@@ -1,9 +1,9 @@
-"""Parameters of a bucket under ZeRO-1 and 2, and this rank's share of them.
+"""A bucket's parameters under ZeRO-1 and ZeRO-2, and this rank's share.
 
-Parameters a, b and c, of 6, 2 and 3 elements, on rank 1 of 3:
+Parameters a, b and c (6, 2 and 3 elements) on rank 1 of 3:
 
     whole        a a a a a a b b c c c .    the parameters' memory, padded; equal on all ranks
-    share                a a b b            of rank 1: a view of whole
+    share                a a b b            rank 1's share, a view of whole
     stepped              a a b b            the share itself, or the fp32 master of a bf16 share
     stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
@@ -27,11 +27,11 @@ from labkit.precision.shadow_optimizer import (
     sync_master_from_param,
 )
 
-STEP_COUNT_BYTES = 4  # Adam counts steps for each tensor
+STEP_COUNT_BYTES = 4  # Adam's step count per tensor
 
 
 class ParamShare:
-    """Parameters of one dtype and device, in one flat buffer, and this rank's share of them."""
+    """Parameters of one dtype and device in a flat buffer, and this rank's share of the buffer."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: Comm):
         self.parameters, self.comm = list(parameters), comm
@@ -83,14 +83,14 @@ class ParamShare:
 
 
 class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
-    """The pieces of gradients, parameters and state that a ZeroOptimizer owns on this rank."""
+    """The gradient, parameter and state pieces that a ZeroOptimizer owns on this rank."""
 
     comm: Comm
     stage: int
     _named: Mapping[Tensor, str]
     _depends_on = "rank, world size, bucket_mb or model"
     shards_parameters = False
-    clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
+    clip_grad_norm_: Callable[..., Tensor]  # from common/clipping.py
     finish_averages: Callable[[], None]
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 
     @property
     def sends_once(self) -> bool:
-        return self.stage == 1  # stage 2 keeps no whole gradients between backwards
+        return self.stage == 1  # stage 2 frees unsharded gradients after each backward
 
     def gradient_of_copy(self, p: nn.Parameter) -> Any:
         bucket = self._bucket_of[p]
@@ -167,9 +167,9 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 
 
 class ParamGatherer:
-    """Waits for a module's own parameters before its forward. Also waits for submodules that were
-    never called, since a parent may use their weights directly (attention), and for modules in its
-    attribute `siblings` (column-parallel layers computed in the same call)."""
+    """Waits for a module's direct parameters before its forward. Also waits for the parameters of
+    submodules never called so far, whose weights the module may use directly (attention), and of
+    modules in its attribute `siblings` (column-parallel layers computed in the same call)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}
@@ -177,7 +177,7 @@ class ParamGatherer:
             own = [bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of]
             if own:
                 self._buckets[module] = list(dict.fromkeys(own))
-        self._below: dict[nn.Module, list[nn.Module]] = {}  # and itself, if it has parameters
+        self._below: dict[nn.Module, list[nn.Module]] = {}  # including the module itself
         self._called: WeakSet[nn.Module] = WeakSet()
         before, wait = while_alive(self._before), while_alive(self._wait)
         for module in model.modules():
@@ -187,7 +187,7 @@ class ParamGatherer:
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if module not in self._below:
-            return  # a copy of `model`: it has the hooks, but its parameters are not gathered
+            return  # a copied model: its hooks run, but its parameters are never gathered
         self._called.add(module)
         uncalled = [part for part in self._below[module] if part not in self._called]
         for part in (module, *getattr(module, "siblings", ()), *uncalled):
@@ -201,7 +201,7 @@ class ParamGatherer:
 def predict_zero(
     module: nn.Module, size: int, stage: int, bucket_mb: float = 25, rank: int | None = None
 ) -> Footprint:
-    """Bytes with Adam on `rank`, or the mean over ranks. Padding counts as sent, not as held."""
+    """Bytes with Adam on `rank` (None: mean over ranks). Padding counts as sent but not as held."""
     ranks = range(size) if rank is None else [rank]
     gradients = optimizer = sent = 0  # bytes; the first two summed over `ranks`
     for bucket in cut([p for p in module.parameters() if p.requires_grad], bucket_mb * MB):

@@ -1,9 +1,9 @@
 """ZeRO stages 1 and 2: data parallelism with sharded optimizer state and gradients.
 
-    bytes held for Adam, P parameters, n ranks       model in bf16          in fp32
+    bytes held with Adam, P parameters, n ranks      model in bf16          in fp32
         DDP                                          2P + 2P + 12P          4P + 4P + 8P
-        stage 1, optimizer state is sharded          2P + 2P + 12P/n        4P + 4P + 8P/n
-        stage 2, gradients, too                      2P + (2P + 12P)/n      4P + (4P + 8P)/n
+        stage 1 shards optimizer state               2P + 2P + 12P/n        4P + 4P + 8P/n
+        stage 2 also shards gradients                2P + (2P + 12P)/n      4P + (4P + 8P)/n
 
 An all-reduce is a reduce-scatter followed by an all-gather. After the reduce-scatter each rank has
 the averages of one share and can step on it, so ZeRO gathers parameters instead of gradients:
@@ -11,8 +11,8 @@ the averages of one share and can step on it, so ZeRO gathers parameters instead
         rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
 
-    each rank sends   (n-1)/n (G + P) per step, as with DDP: G bytes of gradients, then P of
-                      parameters; each bucket is padded to n equal shares
+    each rank sends   (n-1)/n (G + P) per step, the same as DDP: G bytes of gradients, then P bytes
+                      of parameters; each bucket is padded to n equal shares
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 """
@@ -36,26 +36,26 @@ from labkit.parallel.zero.buckets import Stage2Bucket, ZeroBucket
 from labkit.parallel.zero.shares import OwnedShares, ParamGatherer, predict_zero
 from labkit.precision.shadow_optimizer import value_of
 
-IN_FLIGHT = 2  # stage-2 buckets with unsharded gradients at a time
+IN_FLIGHT = 2  # maximum number of stage-2 buckets with unsharded gradients
 
 
 class ZeroOptimizer(OwnedShares):
     """Averages gradients and runs `optimizer_cls` on this rank's share of the parameters.
 
     Args:
-        params: parameters, parameter groups or named parameters; all ranks start with rank 0's.
+        params: parameters, groups or named parameters; all ranks start with rank 0's values.
         optimizer_cls: a torch optimizer with elementwise updates, created with `defaults`.
-        stage: 1 shards optimizer state (with fp32 master copies); 2 also gradients.
-        comm: the ranks to shard over; default: all.
-        bucket_mb: maximum bucket size in MiB; a larger parameter is a bucket by itself.
-        gather_in: the model, to overlap the all-gather of parameters with its next forward. Call
-            `wait()` before other code reads them (`copy.deepcopy`).
+        stage: 1 shards optimizer state (with fp32 master copies); 2 also shards gradients.
+        comm: the ranks to shard over; default: all ranks.
+        bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
+        gather_in: the model whose next forward overlaps the all-gather of parameters. Call
+            `wait()` before other code (`copy.deepcopy`) reads parameters.
 
-    After backward each rank has the averages of its share; stage 2 keeps them until `zero_grad` or
-    the first backward after `step`. Computing with `.grad`, as torch's `clip_grad_norm_` does,
-    raises ValueError; call this optimizer's. The next `step` averages a `.grad` set by hand on all
-    ranks. Scale losses with labkit.GradScaler; torch's raises. fp32 master copies follow the
-    model's `load_state_dict`, but `step` undoes writes past autograd (`p.data`).
+    After backward each rank holds the averages of its share, in stage 2 until `zero_grad` or the
+    first backward after `step`. Computing with `.grad` raises ValueError, so call this optimizer's
+    `clip_grad_norm_`, not torch's. If all ranks set a `.grad` by hand, the next `step` averages
+    these gradients. Scale losses with labkit.GradScaler; torch's scaler raises. fp32 masters follow
+    the model's `load_state_dict`, but `step` undoes writes that bypass autograd (`p.data`).
     """
 
     copy_advice = "create one for the copied model's parameters and load this one's state_dict()"
@@ -95,7 +95,7 @@ class ZeroOptimizer(OwnedShares):
         self._set_buckets([kind(group, self.comm, self._named) for group in groups])
         self._step_on(self._stand_ins(), optimizer_cls, defaults)
         self.max_in_flight = None if stage == 1 else IN_FLIGHT
-        self._not_averaged = False  # gradients from `no_sync` that were not sent yet
+        self._not_averaged = False  # True while gradients from `no_sync` are unsent
         # Hooks on these nodes, unlike hooks on tensors, do not run in `torch.autograd.grad`.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._bucket_of]
         for (p, bucket), node in zip(self._bucket_of.items(), self._nodes, strict=True):
@@ -164,5 +164,5 @@ class ZeroOptimizer(OwnedShares):
 
 
 def is_tied(p: Tensor) -> bool:
-    """Whether `p` is on several ranks of a pipeline."""
+    """Whether more than one rank of a pipeline holds `p`."""
     return (pipeline := pipeline_with(p)) is not None and len(pipeline.owners(p)) > 1

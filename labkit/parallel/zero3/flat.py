@@ -1,11 +1,11 @@
-"""The flat buffers of a unit under ZeRO-3, for each kind of parameter (one dtype, frozen or not).
+"""Flat buffers of a ZeRO-3 unit, one set per kind of parameter (dtype, frozen or trainable).
 
                     | a a a a a a | b b | c c c c c c c | pad |      a FlatPartition
     share           |     rank 0     |  rank 1  ...                  always: master dtype, 1/n
     full            | a a a a a a | b b | c c c c c c c | pad |      while in use: compute dtype
-    unreduced       | their gradients, divided by n     | pad |      until they are reduced
+    unreduced       | gradients, divided by n           | pad |      until reduced
 
-`full` and `unreduced` are allocated and freed behind their views, which autograd may keep.
+The memory of `full` and `unreduced` is freed and reallocated even while autograd keeps views.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Place:
     name: str
     module: nn.Module
     attribute: str
-    owner: nn.Module  # the nearest module that can be called
+    owner: nn.Module  # the nearest enclosing module with a forward
     unit: nn.Module
 
     def put(self, parameter: Any) -> None:
@@ -42,7 +42,7 @@ class Place:
 
 
 def compute_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.dtype:
-    """The dtype of the gathered parameter; integers keep theirs."""
+    """The dtype of the gathered parameter; integer parameters keep their dtype."""
     return requested if requested and parameter.is_floating_point() else parameter.dtype
 
 
@@ -53,7 +53,7 @@ def master_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.d
 
 
 class ResizableBuffer:
-    """A flat tensor with memory that is allocated and freed behind its views."""
+    """A flat tensor whose memory can be freed and reallocated while views exist."""
 
     def __init__(self, partition: FlatPartition, dtype: torch.dtype, device: torch.device):
         self.flat = torch.empty(partition.padded, dtype=dtype, device=device)
@@ -73,13 +73,13 @@ class ResizableBuffer:
 
 
 class Flat:
-    """Parameters of one unit, all of the same dtype and device and all frozen or all trainable.
+    """Parameters of one unit with one dtype and device, either all frozen or all trainable.
 
-    shards      the optimizer's parameters: this rank's piece of each, flat, maybe empty
-    gathered    the model's parameters in their shapes, views of `full`
+    shards      the optimizer's parameters: this rank's flat slice per parameter, possibly empty
+    gathered    the model's parameters in their original shapes, views of `full`
     ungathered  placeholders in the modules during a pass, while `full` is freed
 
-    With `keep_whole` (few elements) the share is the whole buffer; gradients are all-reduced."""
+    With `keep_whole` (few elements), a share is the whole buffer; gradients are all-reduced."""
 
     def __init__(
         self, group: list[tuple[nn.Parameter, list[Place]]], comm: Comm, keep_whole: bool,
@@ -111,7 +111,7 @@ class Flat:
         names = {x: at[0].name for x, at in zip(self.gathered, self.places, strict=True)}
         self.gradients = GradBuffer(self.gathered, cut, names)
         self.gradients.use(self.unreduced.flat)
-        self.gradient: Tensor | None = None  # [share], memory of the shards' gradients
+        self.gradient: Tensor | None = None  # [share], memory of the shards' `.grad`
         self.ungathered: list[Tensor] = []  # set by `register_hooks`
         self.resting: Sequence[Tensor] = self.shards
         self._handle: Handle | None = None
@@ -163,10 +163,10 @@ class Flat:
     def take_gradient(self, parameter: Tensor) -> None:
         self.gradients.take(parameter)
         self.unreduced.allocate()
-        self.gradients.put(parameter, self.comm.size)  # frees the old one
+        self.gradients.put(parameter, self.comm.size)  # frees the old gradient
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sums over ranks, directly into `gradient` if no shard has one yet and dtypes match."""
+        """Sums over ranks, directly into `gradient` if no shard has a `.grad` and dtypes match."""
         self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
@@ -218,7 +218,7 @@ class ShardGradient(Tensor):
 
 
 def refuse_hook(*_: Any) -> None:
-    """Replaces `register_hook` of a shard. Raises ValueError."""
+    """Replaces a shard's `register_hook`; raises ValueError."""
     raise ValueError(
         "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"

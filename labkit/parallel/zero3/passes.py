@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.units import Unit
 
-REDUCES_IN_FLIGHT = 2  # each holds the gradients of a whole unit
+REDUCES_IN_FLIGHT = 2  # each reduction holds the gradients of a whole unit
 
 
 class Order:
-    """The order of units in this pass and in the last one."""
+    """The order of units in this pass and in the previous pass."""
 
     def __init__(self) -> None:
         self._now: list[Unit] = []
@@ -27,8 +27,8 @@ class Order:
         self._follows = True
 
     def after(self, unit: Unit, count: int) -> list[Unit]:
-        """Records that `unit` is used; returns its `count` successors in the last pass, or
-        none once this pass deviates from it."""
+        """Records the use of `unit`; returns its `count` successors in the previous pass, or
+        none once this pass deviates from that order."""
         at = len(self._now)
         self._follows = self._follows and at < len(self._before) and self._before[at] is unit
         self._now.append(unit)
@@ -36,11 +36,11 @@ class Order:
 
 
 class PendingGradients:
-    """Gradients not yet reduced, for each running backward (by graph task)."""
+    """Gradients not yet reduced, per running backward (graph task)."""
 
     def __init__(self) -> None:
-        self._to_send: dict[int, dict[Flat, None]] = {}  # in order
-        self._seen: dict[int, set[Unit]] = {}  # units that took part
+        self._to_send: dict[int, dict[Flat, None]] = {}  # in send order
+        self._seen: dict[int, set[Unit]] = {}  # units used in that backward
         self._in_flight: deque[Flat] = deque()
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class PendingGradients:
             self._to_send[task].update(dict.fromkeys(unit.trainable))
 
     def reduce(self, flat: Flat, async_op: bool) -> None:
-        """Sends the gradients of `flat`, with at most `REDUCES_IN_FLIGHT` in flight."""
+        """Reduces the gradients of `flat`; at most `REDUCES_IN_FLIGHT` reductions run at once."""
         for pending in self._to_send.values():
             pending.pop(flat, None)
         while len(self._in_flight) >= REDUCES_IN_FLIGHT:
@@ -81,7 +81,7 @@ class PendingGradients:
 
 class SavedParameters:
     """Autograd saves gathered parameters, which are freed before backward needs them. These hooks
-    gather their unit again even if backward does not pass the unit's output (an auxiliary loss)."""
+    gather the unit again even if backward bypasses the unit's output (an auxiliary loss)."""
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use
@@ -95,11 +95,11 @@ class SavedParameters:
         return any(self.unit_of_memory.get(memory._cdata) is unit for memory in memories)
 
     def pack(self, x: Tensor) -> tuple[Unit | None, Tensor]:
-        """Called by autograd to save `x`: adds the unit that owns its memory, if any."""
+        """Called by autograd to save `x`; pairs `x` with the unit that owns its memory, if any."""
         return self.unit_of_memory.get(x.untyped_storage()._cdata), x
 
     def unpack(self, saved: tuple[Unit | None, Tensor]) -> Tensor:
-        """Called by autograd to read a saved tensor: gathers its unit first."""
+        """Called by autograd to read a saved tensor; gathers its unit first."""
         unit, x = saved
         if unit is not None and not unit.is_gathered:
             self._use(unit)
@@ -120,7 +120,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls `hook` before the backward of a unit's outputs. ValueError if there is no tensor."""
+    """Calls `hook` with the gradient of each output; raises ValueError if there is no tensor."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(
@@ -136,7 +136,7 @@ def watch_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[Tensor], None]
 ) -> tuple[int, Any]:
     """Calls `hook` with the gradient of each input tensor (not in containers), before the previous
-    unit's backward; returns their number and (args, kwargs) with views to pass to the unit."""
+    unit's backward; returns the input count and (args, kwargs) with views to pass to the unit."""
     values = [*args, *kwargs.values()]
     nested = {id(x) for x in tensors_in([y for y in values if not isinstance(y, Tensor)])}
     views = {
@@ -151,7 +151,7 @@ def watch_inputs(
 
 
 def cast(nested: Any, dtype: torch.dtype) -> Any:
-    """Casts floating-point tensors to `dtype`, each once, so that `q is k` still holds."""
+    """Casts each floating-point tensor to `dtype` once, so that `q is k` still holds."""
     done: dict[int, Tensor] = {}
 
     def convert(x: Tensor) -> Tensor:

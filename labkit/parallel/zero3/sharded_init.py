@@ -1,19 +1,19 @@
 """Sharded construction: builds a model that never exists in full on any rank.
 
     with ZeRO3.init(comm):
-        model = GPT(...)             # any module's own code, initialization included
+        model = GPT(...)             # unmodified code, including initialization
     model = ZeRO3(model, comm)
 
-Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One at a time is
-*open* (gathered): the newest, or the last one used.
+Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One parameter at
+a time is *open* (gathered): the newest or the most recently used.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, filled         [0   ] closed       bias is open
     rank 1   [whole      ]    open          open, filled         [   1] closed       bias is open
 
-    each rank holds   P/n of closed parameters, and the open one
-    traffic           (n-1)/n of a parameter's bytes each time it closes (rank 0 scatters its
-                      values) or opens again (all-gather; not for `normal_`)
+    each rank holds   P/n of closed parameters, and the whole open parameter
+    traffic           (n-1)/n of a parameter's bytes each time it closes (rank 0 scatters the
+                      values) or reopens (all-gather, except before `normal_`)
 
 Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from labkit.comm import Comm
 
 aten = torch.ops.aten
-OVERWRITES = {  # they overwrite all of their first argument, so it is not gathered
+OVERWRITES = {  # the first argument is overwritten in full, so it is not gathered
     aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.copy_.default,
     aten.fill_.Scalar, aten.fill_.Tensor, aten.exponential_.default, aten.random_.default,
     aten.bernoulli_.float,
@@ -43,12 +43,12 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Shards the parameters that modules register in this block over the ranks of `comm` (default:
     all), which must run the same block; buffers, lazy and meta parameters are not sharded. With the
     same seed, weights are bitwise those of one process. Views such as `weight[0]` are writable
-    until another parameter is created or used."""
+    until a different parameter is created or used."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
 
     def register_sharded(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)  # raises what torch raises
+        register(module, name, parameter)  # raises torch's errors
         if parameter is None or isinstance(parameter, ShardedParameter):
             return
         if not (nn.parameter.is_lazy(parameter) or parameter.is_meta):
@@ -65,7 +65,7 @@ def sharded_init(comm: Comm | None = None) -> Iterator[None]:
 
 
 class _CloseBeforeFactory(TorchDispatchMode):
-    """Closes the open parameter before a factory like `torch.empty` allocates the next one."""
+    """Closes the open parameter before a factory such as `torch.empty` allocates another tensor."""
 
     def __init__(self, construction: "Construction"):
         super().__init__()
@@ -82,7 +82,7 @@ class _CloseBeforeFactory(TorchDispatchMode):
 
 
 class Elements:
-    """This rank's share of one parameter and its detached aliases; `full` only while it is open."""
+    """This rank's share of a parameter and its detached aliases; `full` is set only while open."""
 
     def __init__(self, what: str, full: Tensor, construction: "Construction"):
         self.what, self.construction = what, construction
@@ -119,7 +119,7 @@ class Construction:
 
     def __init__(self, comm: Comm):
         self.comm, self.is_done = comm, False
-        # Not weak: ranks close the same parameters, but collect garbage at different times.
+        # Not weak: ranks must close the same parameters but collect garbage at different times.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
@@ -149,8 +149,8 @@ class Construction:
 
 
 class ShardedParameter(Tensor):
-    """Looks like an `nn.Parameter`, but holds this rank's share. Operations gather it while the
-    model is built, and raise ValueError afterwards."""
+    """Looks like an `nn.Parameter` but holds only this rank's share. Operations gather the whole
+    parameter while the model is built, and raise ValueError afterward."""
 
     elements: Elements
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -167,7 +167,7 @@ class ShardedParameter(Tensor):
         return self
 
     def whole(self) -> Tensor:
-        """All elements. Collective: call it on every rank."""
+        """Returns the gathered parameter. Collective: call on every rank."""
         full = self.elements.full
         return self.elements.gathered() if full is None else full
 
@@ -177,7 +177,7 @@ class ShardedParameter(Tensor):
 
     @data.setter
     def data(self, new: Tensor) -> None:
-        """For initialization code such as `layer.weight.data = torch.zeros(3, 5)`."""
+        """Supports initialization code such as `layer.weight.data = torch.zeros(3, 5)`."""
         old = self.elements
         if not isinstance(new, ShardedParameter):
             new = ShardedParameter(old.construction.new(old.what, new.detach()), False)
@@ -194,7 +194,7 @@ class ShardedParameter(Tensor):
         sharded = [x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)]
         elements = [x.elements for x in sharded]
         construction = elements[0].construction
-        if func is aten._to_copy.default:  # dtype or device, for `module.to`
+        if func is aten._to_copy.default:  # dtype or device changes by `module.to`
             construction.open_only([])
             kwargs = {name: x for name, x in kwargs.items() if name != "memory_format"}
             return cls(elements[0].with_share(func(elements[0].share, **kwargs)), False)

@@ -13,14 +13,14 @@ from labkit.parallel.zero3.flat import Flat
 
 
 class WholeState:
-    """Methods of `ZeRO3`. Clipping and both state-dict methods are collective."""
+    """State methods of `ZeRO3`. Clipping and both full-state-dict methods are collective."""
 
     module: nn.Module
     comm: Comm
     _flats: list[Flat]
     _named: list[tuple[str, nn.Parameter]]
     _clean_up: Callable[[], None]
-    clip_grad_norm_: Callable[..., Tensor]  # of common/clipping.py
+    clip_grad_norm_: Callable[..., Tensor]  # from common/clipping.py
     awaits_gradients = False  # True between a forward with autograd and its backward
     shards_parameters = True
     sends_once = False  # unsharded gradients would need the memory that this stage saves
@@ -28,7 +28,7 @@ class WholeState:
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces, under their parameters' names in the module."""
+        """This rank's shards, under the parameters' names in the module."""
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard
@@ -46,12 +46,12 @@ class WholeState:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: every backward reduces, as unsharded gradients would need memory."""
+        """Does nothing: every backward reduces, since unsharded gradients would need memory."""
         yield
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes gathered now; `peak_gathered_bytes` is the peak since it was last set to 0."""
+        """Bytes gathered now; `peak_gathered_bytes` is the peak since its last reset to 0."""
         return sum(flat.full.held_bytes for flat in self._flats if not flat.keep_whole)
 
     def owned(self, optimizer: torch.optim.Optimizer | None = None) -> list[OwnedPiece]:
@@ -67,7 +67,7 @@ class WholeState:
         ]
 
     def after_load(self) -> None:
-        """Nothing to do: parameters are gathered from the shards at their next use."""
+        """Does nothing: parameters are gathered from the shards at their next use."""
 
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
@@ -76,8 +76,8 @@ class WholeState:
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """See OwnsGradientPieces. Parameters kept whole (`persist_below`) are on every rank, and
-        count on rank 0 (`piece.counts_here`)."""
+        """See OwnsGradientPieces. Parameters kept whole (`persist_below`) are replicated, so
+        their pieces count only on rank 0 (`piece.counts_here`)."""
         pieces = []
         for flat in self._flats:
             for shard in (flat.shards[piece.index] for piece in flat.pieces):
@@ -94,7 +94,7 @@ class WholeState:
         self._clean_up()
         keep = self.comm.rank == 0 or not rank0_only
         state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # by id: tied parameters once
+        gathered: dict[int, Tensor] = {}  # by id, so that tied parameters are gathered once
         for key, x, flat, index in self._entries():
             if flat is not None:
                 if id(x) not in gathered:
@@ -108,9 +108,9 @@ class WholeState:
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Loads an unsharded state dict, given on every rank, or on rank 0 and None on the others.
-        Collective. Raises ValueError on every rank, and changes nothing, if a key is missing or
-        unknown or a shape differs."""
+        """Loads an unsharded state dict, passed on every rank or only on rank 0 (None elsewhere).
+        Collective. If a key is missing or unknown or a shape differs, raises ValueError on every
+        rank and changes nothing."""
         self._clean_up()
         entries = list(self._entries())
         reports = self.comm.all_gather_object((state is not None, _problem(entries, state)))
@@ -143,7 +143,7 @@ class WholeState:
             yield key, x, *flat_of.get(id(x), (None, 0))
 
 
-Entry = tuple[str, Any, Flat | None, int]  # key, value; a parameter's flat and index
+Entry = tuple[str, Any, Flat | None, int]  # key, value, and a parameter's Flat and index
 
 
 def _shape(x: Tensor, flat: Flat | None, index: int) -> torch.Size:

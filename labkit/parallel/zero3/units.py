@@ -1,11 +1,11 @@
-"""Units: the parameters that ZeRO-3 gathers together, and their predicted cost.
+"""Units: groups of parameters that ZeRO-3 gathers together, and the predicted cost.
 
-    GPT     embed.tokens, head                 one unit, as they share a weight
-            embed.positions; norm              a unit each
-            blocks                             a list: each of its entries is a unit
+    GPT     embed.tokens, head                 one unit, since both share a weight
+            embed.positions; norm              one unit per module
+            blocks                             a list: one unit per entry
 
 A unit gathers the parameters of its modules and submodules before their forward. Parameters outside
-of blocks form a unit with the module that owns them.
+blocks form one unit per owning module.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,16 +31,16 @@ METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
 
 
 class Unit:
-    """Modules with parameters that are gathered before forward and backward, and freed after."""
+    """Modules whose parameters are gathered before forward and backward, and freed afterward."""
 
     def __init__(self, members: list[nn.Module], flats: list[Flat]):
         self.members, self.flats = members, flats
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
-        self.frees_itself = False  # its last gradient freed it in the last backward
-        self.inputs = self.inputs_back = 0  # of the last forward; those with gradients so far
-        self.has_run: set[nn.Module] = set()  # members, since the last gather
-        self.awaited: set[Flat] = set()  # with gradients still expected in this backward
+        self.frees_itself = False  # the last gradient freed the unit in the last backward
+        self.inputs = self.inputs_back = 0  # inputs of the last forward; input gradients so far
+        self.has_run: set[nn.Module] = set()  # members run since the last gather
+        self.awaited: set[Flat] = set()  # flats with gradients still expected in this backward
         self.is_gathered = False  # and installed in the modules
         self.keep_gathered = False  # until the end of the pass, for use outside the unit
         self._handles: list[Handle | None] | None = None
@@ -72,7 +72,7 @@ class Unit:
         self.has_run.clear()
 
     def on_input_grad(self, gradient: Tensor) -> None:
-        """Frees the unit with the last input's gradient, when its backward is complete."""
+        """Frees the unit on the last input gradient, when the unit's backward is complete."""
         self.inputs_back += 1
         if self.inputs_back >= self.inputs:
             self.free()
@@ -82,7 +82,7 @@ class Unit:
         self.free()
         self.rest(in_pass=False)
         self.inputs_back = 0
-        if self.awaited:  # there were unused parameters
+        if self.awaited:  # some parameters were unused
             self.frees_itself = False
             self.awaited.clear()
 
@@ -94,7 +94,7 @@ class Unit:
 
 
 class UngatheredParameter(Tensor):
-    """Placeholder during a pass: an operation outside of the unit's forward, such as a head's
+    """Placeholder during a pass: an operation outside the unit's forward, such as a head's
     `F.linear(x, self.embedding.weight)`, gathers the unit first."""
 
     _is_param = True  # so that torch treats a subclass as an nn.Parameter
@@ -125,7 +125,7 @@ def group_parameters(root: nn.Module, choice: UnitPolicy | None) -> list[Group]:
     groups: dict[frozenset[int], Group] = {}
     for placed in places.values():
         members = list(dict.fromkeys(place.unit for place in placed[1]))
-        if len(members) > 1:  # tied across units: gathered with the layers that own it
+        if len(members) > 1:  # tied across units: gathered with every owning layer
             members = list(dict.fromkeys(place.owner for place in placed[1]))
         groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(placed)
     return list(groups.values())
@@ -135,7 +135,7 @@ def _walk(
     module: nn.Module, name: str, owner: nn.Module, unit: nn.Module | None, listed: bool,
     chosen: Callable[[nn.Module, bool], bool],
 ) -> Iterator[tuple[nn.Parameter, Place]]:  # fmt: skip
-    """Every place of every parameter; `listed`: `module` is an entry of a list."""
+    """Every place of every parameter; `listed`: whether `module` is a list entry."""
     can_be_called = type(module).forward is not nn.Module.forward
     owner = module if can_be_called else owner
     if unit is None and can_be_called and chosen(module, listed):
@@ -150,14 +150,14 @@ def _walk(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Also true for modules with numbered children, as in a stage of `split`."""
+    """Also true for modules with numbered children, such as a stage from `split`."""
     numbered = bool(module._modules) and all(name.isdecimal() for name in module._modules)
     return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
 def _chooser(choice: UnitPolicy | None) -> Callable[[nn.Module, bool], bool]:
-    """By default: entries of the outermost lists, and nn.MultiheadAttention, which uses a
-    submodule's weights without calling it."""
+    """Returns the predicate for units: by default, entries of the outermost lists and
+    nn.MultiheadAttention, which uses a submodule's weights without calling the submodule."""
     if choice is None:
         return lambda module, listed: listed or isinstance(module, nn.MultiheadAttention)
     if isinstance(choice, (type, tuple)):
@@ -169,9 +169,9 @@ def units_of(
     root: nn.Module, comm: Comm, choice: UnitPolicy | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
-    """Shards a module unit by unit; each frees its whole parameters before the next."""
+    """Shards a module unit by unit, freeing whole parameters before the next unit."""
     groups, units = group_parameters(root, choice), []
-    while groups:  # drop references, so that sharded parameters are freed
+    while groups:  # drop references, so that parameters are freed once sharded
         members, parameters = groups.pop(0)
         kinds, flats = _kinds(parameters, persist_below), []
         del parameters
@@ -193,7 +193,7 @@ def _kinds(parameters: list[Placed], persist_below: int) -> list[tuple[bool, lis
 
 
 def register_hooks(unit: Unit, strategy: Any) -> None:
-    """Registers the hooks of `strategy`, a ZeRO3, on the modules and parameters of `unit`."""
+    """Registers the hooks of `strategy` (a ZeRO3) on the modules and parameters of `unit`."""
     for member in unit.members:
         before = partial(strategy._before_forward, unit)
         member.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
@@ -229,7 +229,7 @@ def predict(
     module: nn.Module, size: int, units: UnitPolicy | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """Mean over ranks: each holds 1/n of everything, gathers units twice, reduces gradients."""
+    """Mean bytes per rank: 1/n of all state held; units gathered twice, gradients reduced once."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes, summed over ranks
     groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
     for keep_whole, kind in (kind for kinds in groups for kind in kinds):
@@ -242,6 +242,6 @@ def predict(
         if first.requires_grad:
             pieces = sum(len(list(cut.pieces(rank))) for rank in range(cut.ranks))
             gradients += held
-            optimizer += 2 * held + 4 * pieces * copies  # 4: Adam's step count of each piece
+            optimizer += 2 * held + 4 * pieces * copies  # 4: Adam's step count per piece
             sent += 2 * moved if keep_whole else moved
     return Footprint(parameters / size, gradients / size, optimizer / size, sent / size)

@@ -1,4 +1,4 @@
-"""Checks for models that ZeRO-3 cannot shard and optimizers that cannot step on shards."""
+"""Rejects models that ZeRO-3 cannot shard and optimizers that cannot step on shards."""
 
 from collections.abc import Iterable
 from functools import cache, partial, update_wrapper
@@ -33,7 +33,7 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
                 "ZeRO3.init(comm):`, or call its to_empty and initialize its weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        functions = [getattr(hook, "func", hook) for hook in hooks]  # ours: `while_alive`
+        functions = [getattr(hook, "func", hook) for hook in hooks]  # labkit's: `while_alive`
         if not all(getattr(x, "__module__", "").startswith("labkit.") for x in functions):
             refuse_hook()
     if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
@@ -47,8 +47,8 @@ def check_first_order() -> None:
     """Raises ValueError for backward with create_graph=True."""
     if torch.is_grad_enabled():
         raise ValueError(
-            "ZeRO3: create_graph=True needs a graph of the backward itself, and so weights that "
-            "have been freed by then; use DDP for second derivatives"
+            "ZeRO3: create_graph=True needs a graph of the backward pass, which needs weights "
+            "that are already freed; use DDP for second derivatives"
         )
 
 
@@ -90,7 +90,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for group in optimizer.param_groups:
             options = {key: x for key, x in group.items() if "param" not in key}
             check_elementwise(constructor, options, params[0].device)
-        # Makes torch's scaler set `found_inf` and call step even where it would skip it.
+        # Makes torch's scaler set `found_inf` and call step even where it would skip the step.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         _owners_of[optimizer] = owners
     if hasattr(optimizer, "found_inf"):

@@ -1,22 +1,22 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded; a layer's parameters are
-gathered only while it computes.
+gathered only while the layer computes.
 
     each rank holds   16 P/n bytes in mixed precision with Adam (master 4, gradient 4, moments 8),
-                      and the working set: the unit that computes and the next one
+                      and the working set: the unit that computes and the next unit
     each rank sends   (2c + g) P (n-1)/n bytes per step: two all-gathers in the compute dtype
-                      (c bytes per element), one reduce-scatter of gradients (g bytes, also the
-                      compute dtype). P includes the padding of each unit to n equal shares.
+                      (c bytes per element), one reduce-scatter of gradients (g bytes per element,
+                      same dtype). P includes the padding per unit to n equal shares.
 
-The module is split into units, such as each block of a list. On every rank, with prefetch=1:
+The module is split into units, such as the blocks of a list. On every rank, with prefetch=1:
 
     compute    |  unit 0  |  unit 1  |  unit 2  | bwd 2 (last gradient) | bwd 1 | ...
     gather     0 |   1    |    2     |          | 2 |      1            |   0
     free                  0          1          2                       2       1
     reduce                                                              |  2  |  1
 
-Hooks gather a unit before its forward and free it after; in backward, a hook on the gradient of its
-output gathers it again. The last gradient of its parameters starts one reduce-scatter and frees the
-unit. (With frozen or unused parameters, the gradients of its inputs free it.)
+Hooks gather a unit before its forward and free it afterward; in backward, a hook on the output's
+gradient gathers the unit again. The last parameter gradient starts one reduce-scatter and frees the
+unit. (With frozen or unused parameters, the last input gradient frees the unit.)
 
 Sources: "ZeRO", arXiv 1910.02054, sections 5.3 and 7.2.2; prefetch: "ZeRO-Infinity", 2104.07857,
 section 6.2; units and hooks: "PyTorch FSDP", 2304.11277, section 3.
@@ -46,19 +46,19 @@ from labkit.parallel.zero3.units import Unit, UnitPolicy, predict, register_hook
 
 
 class ZeRO3(WholeState, nn.Module):
-    """Shards the parameters of `module` over the ranks and gathers them while they are used.
+    """Shards the parameters of `module` over the ranks; gathers each unit only while in use.
 
     Args:
         module: any module; all ranks start with rank 0's weights.
-        comm: the ranks to shard over; default: all.
-        units: which modules are units: classes, or a function module -> bool. Default: entries of
-            the outermost lists, and every other module with parameters.
+        comm: the ranks to shard over; default: all ranks.
+        units: selects units, by module class(es) or a function module -> bool. Default: entries of
+            the outermost lists, and each remaining module with parameters.
         persist_below: parameters with fewer elements stay whole; their gradients are all-reduced.
-        prefetch: how many units to gather ahead; 0: gather on demand.
-        compute_dtype: of gathered parameters and reduced gradients; shards then stay float32.
+        prefetch: the number of units to gather ahead; 0: gather on demand.
+        compute_dtype: dtype of gathered parameters and reduced gradients; float32 shards if 16-bit.
 
-    `parameters()` yields this rank's flat pieces under the original names. Create the optimizer
-    from them, after wrapping; its updates must be elementwise. Group parameters by name, as shards
+    `parameters()` yields this rank's flat shards; names are unchanged. After wrapping, create the
+    optimizer from these shards; updates must be elementwise. Group parameters by name, since shards
     have `p.ndim` 1. Clip with `model.clip_grad_norm_`; scale with labkit.GradScaler (torch's
     raises). All ranks must use the same units in the same order. torch.compile skips the model.
     """
@@ -81,13 +81,13 @@ class ZeRO3(WholeState, nn.Module):
         validation.check_module(self, prefetch, persist_below)
         self.units = units_of(module, self.comm, units, persist_below, compute_dtype)
         self._flats = [flat for unit in self.units for flat in unit.flats]
-        claim(module.named_parameters(), self)  # the shards, now in the module
+        claim(module.named_parameters(), self)  # the module now holds the shards
         validation.check_optimizers()
         broadcast_tensors(module.buffers(), self.comm)
         self._unchanged = ParamSnapshot(module)
         self._named = list(module.named_parameters())
         self._flat_of: dict[Tensor, tuple[Unit, Flat]] = {}
-        self._orders = {False: passes.Order(), True: passes.Order()}  # of forward, of backward
+        self._orders = {False: passes.Order(), True: passes.Order()}  # forward, backward
         self._pending, self._in_forward = passes.PendingGradients(), False
         self._saved_parameters = passes.SavedParameters(self.units, self._use)
         for unit in self.units:
@@ -118,7 +118,7 @@ class ZeRO3(WholeState, nn.Module):
             if x.requires_grad and torch.is_grad_enabled():
                 x.register_hook(lambda _: self._note_backward(running_backward() or 0))
         if not (self.training and torch.is_grad_enabled()):
-            self.comm.compare_calls()  # in training, at the end of backward
+            self.comm.compare_calls()  # in training, compared at the end of backward
         return output
 
     def _before_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -126,12 +126,12 @@ class ZeRO3(WholeState, nn.Module):
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
         inputs, watched = passes.watch_inputs(args, kwargs, unit.on_input_grad)
-        unit.inputs += max(1, inputs)  # without inputs, only the end of backward frees it
+        unit.inputs += max(1, inputs)  # without inputs, the end of backward frees the unit
         return watched
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if running_backward() is not None:
-            return  # backward is about to use it
+            return  # backward is about to use the unit
         if torch.is_grad_enabled():
             passes.watch_outputs(output, partial(self._before_backward, unit))
         unit.has_run.add(module)
@@ -140,7 +140,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.free()
 
     def _use(self, unit: Unit, keep_gathered: bool = False) -> None:
-        """Gathers `unit` (`keep_gathered`: until the pass ends), and prefetches the next units."""
+        """Gathers `unit` (with `keep_gathered`, until the pass ends); prefetches the next units."""
         unit.keep_gathered |= keep_gathered
         task = running_backward()
         if task is not None:
@@ -174,7 +174,7 @@ class ZeRO3(WholeState, nn.Module):
         if not flat.keep_whole:
             self._pending.reduce(flat, async_op=True)
         unit.awaited.discard(flat)
-        if not unit.awaited and not unit.has_frozen:  # backward may still need frozen ones
+        if not unit.awaited and not unit.has_frozen:  # backward may still need frozen parameters
             unit.frees_itself = True
             unit.free()
 
@@ -190,7 +190,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.end_pass()
 
     def _clean_up(self) -> None:
-        self._free_all()  # left over if an error interrupted the last pass
+        self._free_all()  # units may be left from an interrupted pass
         for unit in self.units:
             unit.inputs = 0
         if self._pending:

@@ -101,8 +101,8 @@ def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
 def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
-    """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one group for
-    each distribution over nodes, as equal distributions take equal times. Groups along "tp" or "dp"
+    """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one group
+    per distribution over nodes, as equal distributions take equal times. Groups along "tp" or "dp"
     are within one stage; groups along "pp" contain one rank per stage. Ranks count from their
     group's first node, so that stages with equal placement share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}

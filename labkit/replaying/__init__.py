@@ -1,4 +1,4 @@
-"""A recorded run replayed on another machine: one program per rank under a virtual clock.
+"""A recorded run replayed on a different machine: one program per rank under a virtual clock.
 
 dry_runs            record selected ranks without data; does the run fit in memory?
 replays, summary    replay a recorded run on a cluster; a table for several clusters

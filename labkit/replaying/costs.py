@@ -66,7 +66,7 @@ class Costs:
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, compute: Callable[..., T], *args: Hashable) -> T:
-        """`compute(self, *args)`, computed once."""
+        """Return the memoized `compute(self, *args)`."""
         key = compute, args
         if key not in self._cache:
             self._cache[key] = compute(self, *args)

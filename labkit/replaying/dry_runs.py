@@ -183,7 +183,7 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category on the rank with the highest peak. Raises ValueError if none recorded."""
+    """Peak bytes by category, of the fullest rank. Raises ValueError if no memory was recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")

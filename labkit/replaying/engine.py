@@ -1,6 +1,6 @@
 """The virtual clock: one program per rank, and the time at which each instruction runs.
 
-    Compute   takes `seconds`
+    Compute   computes for `seconds`
     Issue     queues an operation at one of this rank's ports and continues immediately
     Wait      blocks until the operation has ended
 

@@ -12,7 +12,7 @@ from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
 
 ROOM = 1.5  # length of a new time axis, as a multiple of the step time
-MIN_FRACTION = 0.25  # shorten the axis when a step fills less of it
+MIN_FRACTION = 0.25  # shorten the axis if a step fills a smaller fraction
 
 
 def changed(
@@ -24,10 +24,10 @@ def changed(
     between_latency_s: float | None = None,
     devices_per_node: int | None = None,
 ) -> Cluster:
-    """The cluster with the given values and just enough nodes for `ranks`. If every device has its
-    own port, this still holds with a different `devices_per_node`. If the cluster has no inter-node
-    level, the intra-node level is copied with the given values. Raises ValueError unless every
-    bandwidth is positive, no latency negative, and `ranks` and `devices_per_node` at least 1."""
+    """The cluster with the given values and just enough nodes for `ranks`. A level with one port
+    per device keeps one port per device. If the cluster has no inter-node level, the intra-node level
+    is copied with the given values. Raises ValueError unless every bandwidth is positive, every
+    latency at least 0, and `ranks` and `devices_per_node` at least 1."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -61,7 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Draws up to `most_ranks` ranks; the axis stays while a step fills 25 to 100 % of it."""
+    """Draws up to `most_ranks` ranks; the time axis is kept while a step fills 25 to 100 %."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks

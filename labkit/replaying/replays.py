@@ -97,7 +97,7 @@ class _RankProgram:
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # id(event) -> index of its Wait
-    computed_s: float = 0.0  # since the last Issue or Wait
+    computed_s: float = 0.0  # computing since the last Issue or Wait
 
     def add_moment(self, record: Any, name: str) -> None:
         self.moments.append((record, name, len(self.parts), self.computed_s))
@@ -153,7 +153,7 @@ class _Replay:
                     program.computed_s += 0.0 if measured else self.costs.compute_s(record)
                 case "issue":
                     program.add_moment(record, "issued_s")
-                    if record.op != "recv":  # a receive only waits
+                    if record.op != "recv":  # a receive issues nothing
                         program.add(self.issues[self._key(rank_trace, record)])
                 case "wait":
                     program.add(Wait(self._key(rank_trace, record)))

@@ -87,7 +87,7 @@ def _check_counted(trace: Any, what: str) -> None:
 
 
 class WhatIf(PictureWidget):
-    """Sliders over the timeline of a replay; `line` gives the parts of the step's time."""
+    """Sliders over the timeline of a replay; `line` shows the split of the step time."""
 
     def __init__(
         self,

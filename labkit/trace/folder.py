@@ -93,7 +93,7 @@ def read_run(path: str | Path) -> Trace:
     The readable part of a damaged or unfinished run is returned: `complete` is False on incomplete
     ranks, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError for a missing folder, ValueError if it holds no run or a newer format.
+    Raises FileNotFoundError for a missing folder, ValueError for other contents or a newer format.
     """
     path = Path(path)
     if not path.exists():

@@ -93,8 +93,8 @@ TIMES = {
 class RankTrace:
     """The records of one rank."""
 
-    rank: int  # global
-    size: int  # ranks in the world
+    rank: int  # global rank
+    size: int  # world size
     device: str = "cpu"
     host: str = ""
     steps: list[Step] = field(default_factory=list)

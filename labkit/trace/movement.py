@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 MAX_RANKS = 8  # 2 x 8 digits of 4 bits, each counting up to 15
-Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of earlier equals
+Key = tuple[int, int, int, int]  # of a message: source, target, tag, index among equal messages
 Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None outside the buffer; value)
 Kind = Literal["send", "recv", "wait", "end"]
 

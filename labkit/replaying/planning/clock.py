@@ -3,7 +3,7 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after warm-up, each round is
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                one forward and one backward
 
-Once all stages repeat the rounds of c micro-batches ago, shifted by a constant time, they repeat
+Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they do so
 forever. The simulation stops at this period and inserts it for the remaining micro-batches, which
 yields the times of `labkit.replaying.engine` a hundred times faster.
 

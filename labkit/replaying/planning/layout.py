@@ -1,4 +1,4 @@
-"""Model layouts on a cluster: which ranks and options, and every layout of a given rank count.
+"""The layout of a model on a cluster, and all layouts for a given number of ranks.
 
     Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
     a batch of 1536 rows   over dp 16:  96 rows per replica, in 96 micro-batches of 1 row
@@ -19,7 +19,7 @@ from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
-MAX_POSITIONS = 16_384  # of a micro-batch
+MAX_POSITIONS = 16_384  # per micro-batch
 
 Several = int | Iterable[int] | None  # None: every divisor
 Wanted = Mapping[str, tuple[int, ...]]  # empty: every divisor

@@ -39,7 +39,7 @@ class Fit:
     """The layout with the lowest peak and whether it fits; or the largest model that fits."""
 
     report: StepReport
-    budget_bytes: float  # memory that a device may use
+    budget_bytes: float  # usable memory per device
 
     @property
     def fits(self) -> bool:
@@ -81,7 +81,7 @@ class Plan:
     cluster: Cluster
     reports: tuple[StepReport, ...]  # layouts that fit, fastest step first
     too_large: tuple[TooLarge, ...]  # layouts that do not fit, lowest memory first
-    budget_bytes: float  # memory that a device may use
+    budget_bytes: float  # usable memory per device
     took_s: float = 0.0  # planning time
 
     @property

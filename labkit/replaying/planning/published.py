@@ -31,16 +31,16 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of Table 1. The table lacks `microbatch`: our choice, as is plain 1F1B."""
+    """A row of Table 1, completed by our choice of `microbatch` and plain 1F1B."""
 
-    billions: float  # of parameters
+    billions: float  # billions of parameters
     heads: int
     width: int
     depth: int
     tp: int
     pp: int
     ranks: int
-    batch: int  # rows
+    batch: int  # rows per step
     tflops: float  # achieved per GPU
     microbatch: int
 
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def model(self) -> str:
-        """The model by width, as a fit leaves out all models of one width together."""
+        """A label by width: a held-out fit excludes all models of the same width."""
         return f"width {self.sizes.width}"
 
     @property

@@ -1,7 +1,7 @@
 """`labkit plan`: the layouts that fit, fastest first, and why each slower layout loses.
 
     layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
-    every valid one    on memory         seconds, peak         `Plan`
+    valid layouts      on memory         seconds, peak         `Plan`
                             └─── over a device's memory ─┴──> `too_large`
 
 The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most

@@ -37,8 +37,8 @@ from labkit.replaying.planning.stages import (
     vocabulary_elements,
 )
 
-COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
-BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
+COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # count fields of a layout
+BUCKET_BYTES = 25 * 2**20  # default bucket size of DDP and ZeroOptimizer
 
 
 class StepModel:
@@ -155,7 +155,7 @@ class Sent(NamedTuple):
 
 class StageEnd(NamedTuple):
     """The end of one stage's step. Wait times: `data_s` for gradients or parameters, `tied_s` for
-    the all-reduce of the tied embedding, `late_s` for the other end stage to join that."""
+    the tied embedding's all-reduce, `late_s` for the other end stage to join the all-reduce."""
 
     sent: list[Sent]
     data_s: float

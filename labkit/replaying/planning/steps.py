@@ -27,7 +27,7 @@ from labkit.schedules import Action, Message
 from labkit.trace import RankTrace, Span, Step, Trace
 
 DTYPE = "bfloat16"
-STEP = 0  # the step's number in a trace
+STEP = 0  # step index in the trace
 
 
 def step_report(

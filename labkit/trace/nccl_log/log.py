@@ -60,7 +60,7 @@ class Communicator:
     rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trees: dict[int, dict[int, TreeNode]] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
-    thresholds: str = ""  # NCCL's threadThresholds, as it prints them
+    thresholds: str = ""  # NCCL's threadThresholds, verbatim
 
     @property
     def ready(self) -> bool:

@@ -17,7 +17,7 @@ ALLOCATE = {  # operations that read and write no data
 }  # fmt: skip
 OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
 LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read selected rows
-ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # updates selected rows
+ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # update selected rows
 ATTENTION = [
     getattr(aten, f"_scaled_dot_product_{core}{way}")
     for core in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",

@@ -78,7 +78,7 @@ class Spans:
         self._hook_holder = torch.empty(0)  # see `_mark`
         self._loss: Span | None = None  # begins at the end of the outermost forward
         self._on, self._thread = False, 0
-        self._marked_until = -1  # autograd's next node at the last mark
+        self._marked_until = -1  # next sequence number at the last mark
         # (module, first node, count): nodes that a parent created before this module, none of which
         # could be marked; not searched again.
         self._nothing_before: set[tuple[_NamedModule, int, int]] = set()
@@ -199,8 +199,8 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Call `hooks` when backward reaches the nodes that created these tensors. Nodes before the
-        last mark are skipped, as most inputs are marked outputs. Returns whether it marked any."""
+        """Call `hooks` when backward reaches the nodes that created these tensors, and return whether
+        any node was marked. Nodes before the last mark are skipped, as most inputs are marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):

@@ -25,8 +25,8 @@ def changed(
     devices_per_node: int | None = None,
 ) -> Cluster:
     """The cluster with the given values and just enough nodes for `ranks`. A level with one port
-    per device keeps one port per device. If the cluster has no inter-node level, the intra-node level
-    is copied with the given values. Raises ValueError unless every bandwidth is positive, every
+    per device keeps one port per device. A missing inter-node level is a copy of the intra-node
+    level with the given values. Raises ValueError unless every bandwidth is positive, every
     latency at least 0, and `ranks` and `devices_per_node` at least 1."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}

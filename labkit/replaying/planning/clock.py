@@ -27,8 +27,8 @@ class Timing:
     """Seconds per stage. Times count from the beginning of the step."""
 
     ended_s: Array  # [p] end of the last backward
-    bubble_s: Array  # [p] total wait for messages not yet sent
-    pipeline_s: Array  # [p] total wait for messages in flight
+    bubble_s: Array  # [p] total wait until ended_s for messages not yet sent
+    pipeline_s: Array  # [p] total wait until ended_s for messages in flight
     last_s: Array  # [p, v] begin of each chunk's last backward
 
 

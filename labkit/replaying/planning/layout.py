@@ -21,8 +21,8 @@ ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
 MAX_POSITIONS = 16_384  # per micro-batch
 
-Several = int | Iterable[int] | None  # None: every divisor
-Wanted = Mapping[str, tuple[int, ...]]  # empty: every divisor
+Several = int | Iterable[int] | None  # None: every valid value
+Wanted = Mapping[str, tuple[int, ...]]  # empty: every valid value
 
 
 @dataclass(frozen=True)

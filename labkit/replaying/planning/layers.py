@@ -2,8 +2,8 @@
 
 Each of the three kinds of layers is recorded once, by running labkit's code between a source of the
 input and a sink for the output. A stage's computing, bytes sent and memory are exact sums over its
-layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's two
-moments. Dropout is 0.
+layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
+two moments. Dropout is 0.
 """
 
 from collections.abc import Sequence

@@ -199,7 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Parse `to_json` output. `cluster` overrides its cluster. Raises ValueError if invalid."""
+        """Parse `to_json` output. `cluster` overrides the stored name. Raises ValueError if invalid."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

@@ -80,7 +80,7 @@ def _read_process_line(log: NcclLog, line: Match) -> bool:
 
 class _Communicators:
     """The communicators, and which communicator each thread is setting up. If the log names at most
-    one communicator, every line belongs to this one, even if the head of the log is missing."""
+    one communicator, every line belongs to that communicator, even if the log begins later."""
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}

@@ -199,7 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Parse `to_json` output. `cluster` overrides the stored name. Raises ValueError if invalid."""
+        """Parse `to_json` output, or raise ValueError. `cluster` replaces the named cluster."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

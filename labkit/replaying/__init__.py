@@ -1,11 +1,11 @@
-"""A recorded run replayed on another machine: one program per rank under a virtual clock.
+"""A recorded run replayed on a different machine: one program per rank under a virtual clock.
 
-dry_runs            record one rank of many without data; does it fit in memory?
-replays, summary    a recorded run with the times of a cluster, or of several, as a table
-what_ifs            a replay with sliders; redrawing.py draws it
+dry_runs            record selected ranks without data; does the run fit in memory?
+replays, summary    replay a recorded run on a cluster; a table for several clusters
+what_ifs            a replay with sliders, drawn by redrawing.py
 pipeline            a pipeline schedule, timed from its stages
-engine, costs       the virtual clock; times of operations and collectives on a cluster
-planning/           models too large to record whole: their layouts, and the fastest one
+engine, costs       the virtual clock; operation and collective times on a cluster
+planning/           models too large to record whole: possible layouts and the fastest
 """
 
 from labkit.lazy import lazy

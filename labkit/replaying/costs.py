@@ -1,20 +1,20 @@
-"""Times on a cluster: the roofline of an operation, the alpha-beta time of a collective.
+"""Times on a cluster: roofline for operations, alpha-beta for collectives and messages.
 
-    operation     the longest of   FLOPs / matmul rate for these sides
+    operation     the maximum of   FLOPs / matmul rate for these sides
                                    bytes read and written / memory bandwidth
-                                   one launch
+                                   kernel launch time
     collective    start + steps x latency + bytes sent per rank / bandwidth
-    message       bytes / bandwidth of the link, then one latency
+    message       bytes / link bandwidth + latency
 
-Steps and bytes (labkit.comm.collectives.costs) are those of a tensor pipelined in very small
-chunks: each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves
-each node once, over all ports of its ranks there; the node with the fewest ranks is the bottleneck.
-A rank that sends directly to all others has one device's share of the ports. Latencies are those of
-NCCL's Simple protocol, for long tensors: small collectives seem slower than they are.
+Steps and bytes (labkit.comm.collectives.costs) assume a tensor pipelined in very small chunks, so
+each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves each
+node once, using the ports of all its ranks there; the node with the fewest ranks is the bottleneck.
+A rank that sends directly to all other ranks gets one device's share of the ports. Latencies are
+those of NCCL's Simple protocol for long tensors, which overestimates small collectives.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
-Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for steps inside and between
-nodes.
+Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for intra-node and
+inter-node steps.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from labkit.comm.collectives.costs import cost, rounds
 from labkit.events import CommEvent
 from labkit.trace import Operation
 
-ALGORITHMS = {  # by collective; the fastest is chosen
+ALGORITHMS = {  # per collective; the fastest is chosen
     "all_reduce": ("ring", "double_tree"),
     "all_gather": ("ring",),
     "reduce_scatter": ("ring",),
@@ -39,14 +39,14 @@ ALGORITHMS = {  # by collective; the fastest is chosen
     "ring_exchange": ("next",),
     "barrier": ("dissemination",),
 }
-TREES = ("double_tree", "tree", "dissemination")  # steps double the reach: few leave a node
-DIRECT = ("flat", "pairwise")  # from each rank to each other
+TREES = ("double_tree", "tree", "dissemination")  # log2(nodes) of log2(n) steps cross nodes
+DIRECT = ("flat", "pairwise")  # every rank sends directly to its targets
 VERY_LONG_BYTES = 1 << 50
 T = TypeVar("T")
 
 
 class Sending(NamedTuple):
-    """The time of a transfer: `seconds` on the link of `port`, then `latency_s` to arrive."""
+    """Transfer time: `seconds` during which `port` is busy, then `latency_s` until arrival."""
 
     seconds: float
     latency_s: float
@@ -59,21 +59,21 @@ class Sending(NamedTuple):
 
 
 class Costs:
-    """Times of operations and messages on a described cluster."""
+    """Times of operations, collectives and messages on a cluster."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, compute: Callable[..., T], *args: Hashable) -> T:
-        """`compute(self, *args)`, computed once."""
+        """Return the memoized `compute(self, *args)`."""
         key = compute, args
         if key not in self._cache:
             self._cache[key] = compute(self, *args)
         return self._cache[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Roofline time of an operation. Raises ValueError for a dtype without a rate."""
+        """Roofline time of an operation. Raises ValueError if its dtype has no matmul rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -82,7 +82,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """Time of a collective or message. Raises ValueError for a rank without a device."""
+        """Time of a collective or message. Raises ValueError for a rank outside the cluster."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]
@@ -92,7 +92,7 @@ class Costs:
         return self.collective(event.op, event.payload_bytes, event.ranks)
 
     def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Sending:
-        """Time of the fastest algorithm. `nbytes` is S, as in the costs of the algorithms."""
+        """Time of the fastest algorithm for a tensor of `nbytes` (S in the cost formulas)."""
         if op not in ALGORITHMS:
             raise ValueError(f"no collective {op!r}; choose one of {', '.join(ALGORITHMS)}")
         return self.cached(Costs._fastest, op, nbytes, ranks)
@@ -106,7 +106,7 @@ class Costs:
 
 
 class _Placement:
-    """How the ranks of a group are spread over nodes."""
+    """How a group's ranks are distributed over nodes."""
 
     def __init__(self, ranks: tuple[int, ...], cluster: Cluster):
         per_node = Counter(cluster.node_of(rank) for rank in ranks)
@@ -115,7 +115,7 @@ class _Placement:
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
-        """Start, bytes over bandwidth, and a latency for each step, inside or between nodes."""
+        """Start-up, bytes / bandwidth, and one latency per intra-node or inter-node step."""
         steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
         sent_bytes = nbytes * _sent_per_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
@@ -125,7 +125,7 @@ class _Placement:
         return seconds + (steps - between) * self.cluster.inside.latency_s
 
     def _steps_between(self, algorithm: str, steps: float) -> float:
-        """Sequential steps that leave a node."""
+        """Sequential steps between nodes."""
         if self.nodes == 1:
             return 0.0
         if algorithm in TREES:
@@ -138,7 +138,7 @@ class _Placement:
         if self.nodes == 1 or between is None:
             return inside_rate
         port_rate = between.reached * self.cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:  # slowest inside on the fullest node, between on the emptiest
+        if algorithm in DIRECT:  # the fullest node limits inside, the emptiest between
             share_inside = (self.most - 1) / (self.n - 1)
             share_between = (self.n - self.fewest) / (self.n - 1)
             return 1 / max(share_inside / inside_rate, share_between / port_rate)

@@ -1,11 +1,11 @@
-"""Dry runs: record what one rank of many does, without data, memory or other ranks.
+"""Dry runs: record one rank of a large world without data, memory or other ranks.
 
-The code runs as on real ranks, on torch's fake tensors and a fake process group, in which every
-collective ends at once. Only communication through labkit's communicator is recorded. The tensors
-claim to be on a CPU; the GPU default of torch's optimizers ("foreach": all parameters in a few
-operations) is patched in. Attention with dropout stores its scores, as on a CPU. Memory excludes
-the CUDA context, NCCL's buffers and fragmentation: some GB.
-"""
+The code runs as on real ranks, but with torch's fake tensors and a fake process group, in which
+every collective completes immediately. Only communication through labkit's communicator is
+recorded. The tensors report the CPU as their device; the GPU default of torch's optimizers
+("foreach": a few operations update all parameters) is patched in. Attention with dropout stores
+its scores, as on a CPU. Memory excludes the CUDA context, NCCL's buffers and fragmentation, which
+together take some GB."""
 
 import gc
 import sys
@@ -33,8 +33,8 @@ from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 from labkit.trace.recording.detail import QUERY_DEVICE
 
-LONG_S, EVERY_S = 2.0, 0.2  # when the progress of a run is shown
-LONG_IN_A_NOTEBOOK_S = 10.0  # progress stays in the cell's output
+LONG_S, EVERY_S = 2.0, 0.2  # delay and interval of the progress display
+LONG_IN_A_NOTEBOOK_S = 10.0  # later, as printed progress stays in the output
 Size = TypeVar("Size")
 
 
@@ -48,18 +48,18 @@ def dry_run(
     as_on: Literal["cuda", "cpu"] = "cuda",
     **kwargs: Any,
 ) -> Trace:
-    """Record a training step of `fn(*args, **kwargs)` in a world of `ranks` ranks, without data.
+    """Record one training step of `fn(*args, **kwargs)` in a world of `ranks`, without data.
 
     Args:
-        fn: builds a model and trains it without reading a value, as `loss.item()` would. (A model
-            built outside has values and takes memory.)
-        alike: the ranks to run, each with the ranks that it represents, which do the same:
-            {0: range(512), 512: range(512, 1024)}. By default rank 0 represents all.
-        step: the training step to keep; by default the second, when all state exists.
+        fn: builds a model and trains it without reading tensor values (no `loss.item()`). A model
+            built outside `fn` would have values and take memory.
+        alike: each rank to run, mapped to the ranks with the same behavior that it represents:
+            {0: range(512), 512: range(512, 1024)}. By default rank 0 represents every rank.
+        step: the training step to keep; by default the second, when optimizer state exists.
         as_on: the device for which torch chooses its kernels.
 
-    Returns that step with operations and memory; its times are meaningless: see `replay`. Raises
-    ValueError when `fn` makes fewer steps or reads a value, RuntimeError when called on a rank.
+    Returns that step with operations and memory, but without meaningful times: see `replay`. Raises
+    ValueError if `fn` runs too few steps or reads a value, RuntimeError when called on a rank.
 
     >>> def train():
     ...     model = DDP(GPT.preset("1M"))
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """The ranks represented by each rank to run. Raises ValueError unless each rank occurs once."""
+    """Ranks represented per rank to run. Raises ValueError unless every rank occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; give at least 1")
     groups = {0: range(ranks)} if alike is None else alike
@@ -120,7 +120,7 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
 
 @contextmanager
 def _without_data(label: str, as_on: str) -> Iterator[None]:
-    """Tensors created in this block have no data."""
+    """Inside this context, new tensors have no data."""
     mode, chooser = _FakeWithProgress(label), "_default_to_fused_or_foreach"
 
     def foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
@@ -128,12 +128,12 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(nn.Module, "_apply", _converted))
-        if as_on == "cuda":  # not fused, but all parameters in one operation
+        if as_on == "cuda":  # not fused: one operation updates many parameters
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooser in vars(module):
                     patches.enter_context(patch.object(module, chooser, foreach))
         patches.callback(mode.status.stop)
-        # Earlier objects are not this run's memory; recording scans every object Python tracks.
+        # Freeze earlier objects: recording scans every object that Python's gc tracks.
         gc.freeze()
         patches.callback(gc.unfreeze)
         patches.enter_context(mode)
@@ -141,7 +141,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
 
 
 class _FakeWithProgress(FakeTensorMode):
-    """Fake tensors; a long run shows its number of operations."""
+    """Fake tensor mode that displays the operation count of a long run."""
 
     def __init__(self, label: str):
         super().__init__(allow_non_fake_inputs=True)
@@ -150,16 +150,16 @@ class _FakeWithProgress(FakeTensorMode):
         self._next_s = self._begun_s + (LONG_IN_A_NOTEBOOK_S if in_notebook() else LONG_S)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is QUERY_DEVICE:  # most calls: not an operation
+        if func is QUERY_DEVICE:  # the most frequent call; not an operation
             return args[0].device
         self._operations += 1
         if time.monotonic() > self._next_s:
             self._next_s = time.monotonic() + EVERY_S
             text = f"{self._label}: {self._operations:,} operations"
-            if in_notebook():  # rich would make a widget, which can break nbconvert
+            if in_notebook():  # rich would create a widget, which can break nbconvert
                 print(f"\r{text}", end="", flush=True)
             elif self.status.console.is_terminal:
-                self.status.start()  # what the function prints appears above it
+                self.status.start()  # output of the function appears above the status
                 self.status.update(f"{text}, {time.monotonic() - self._begun_s:.0f} s")
         return self.dispatch(func, types, args, kwargs)
 
@@ -167,7 +167,7 @@ class _FakeWithProgress(FakeTensorMode):
 def _converted(
     module: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
 ) -> nn.Module:
-    """`module.to(...)` for fake tensors; torch's own would swap their contents."""
+    """`nn.Module._apply` for fake tensors; torch's version would swap their contents."""
     for part in module.modules() if recurse else (module,):
         for parameter in part._parameters.values():
             if parameter is not None:
@@ -183,7 +183,7 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Peak bytes by category, on the fullest rank. Raises ValueError for a trace without memory."""
+    """Peak bytes by category, of the fullest rank. Raises ValueError if no memory was recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")
@@ -191,14 +191,14 @@ def peak_of(trace: Trace) -> dict[str, int]:
 
 
 def fits(trace: Trace, memory_bytes: float) -> bool:
-    """Whether every rank's peak fits in `memory_bytes`. Raises as `peak_of`."""
+    """Whether every rank's peak fits in `memory_bytes`. Raises the errors of `peak_of`."""
     return sum(peak_of(trace).values()) <= memory_bytes
 
 
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The last of `sizes`, smallest first, with a trace that fits; None if none does. By bisection.
+    """The largest of the ascending `sizes` that fits, found by bisection; None if none fits.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

@@ -1,17 +1,17 @@
-"""The virtual clock: programs of ranks, and when each of their instructions runs.
+"""The virtual clock: one program per rank, and the time at which each instruction runs.
 
-    Compute   takes `seconds`
-    Issue     queues an operation at a port of this rank and continues at once
+    Compute   computes for `seconds`
+    Issue     queues an operation at one of this rank's ports and continues immediately
     Wait      blocks until the operation has ended
 
-An operation begins when all its ranks have issued it and it is first in the queue of its port on
-each. It occupies those ports for `seconds` and ends `latency_s` later. A port is one link out of a
-rank: operations leave it one at a time, in the order of issue.
+An operation begins once all its ranks have issued it and it heads the port's queue on every rank.
+It occupies these ports for `seconds` and ends `latency_s` later. A port is one outgoing link of a
+rank: it transfers one operation at a time, in the order of issue.
 
-Only the sender issues a message, whether or not the receiver is ready; the receiver waits for it.
-Where both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
+Only the sender issues a message, whether or not the receiver is ready; the receiver executes a
+Wait. If both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
-Times are sums and maxima of the given ones: the same to the last digit, whichever rank runs first.
+Times are sums and maxima of the inputs, bit-identical for any simulation order of the ranks.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Compute:
-    """Takes `seconds`. `what` is a label for the reader."""
+    """Computes for `seconds`. `what` is a label that the simulation ignores."""
 
     seconds: float
     what: Any = None
@@ -30,8 +30,8 @@ class Compute:
 
 @dataclass(frozen=True)
 class Issue:
-    """One rank's part in operation `key`: `seconds` on the link of `port`, then `latency_s` until
-    it ends. All its `ranks` must issue the same operation."""
+    """Issues operation `key`, which occupies `port` for `seconds` and ends `latency_s` later. Every
+    rank in `ranks` must issue an equal `Issue`."""
 
     key: Hashable
     ranks: tuple[int, ...]
@@ -51,14 +51,14 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """When an instruction ran; for an Issue, from its first byte sent to its end."""
+    """Begin and end of an instruction; for an Issue, of its transfer, latency included."""
 
     began_s: float
     ended_s: float
 
 
 class Deadlock(ValueError):
-    """No rank can continue. `cycle`: the ranks in a circular wait, () if an issue is missing."""
+    """No rank can continue. `cycle`: ranks in a circular wait; () if an Issue is missing."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
@@ -69,7 +69,7 @@ class _Operation:
     def __init__(self, issue: Issue, members: dict[int, "_Rank"]):
         self.issue, self.members = issue, members
         self.issued_s: dict[int, float] = {}
-        self.first = 0  # ranks on which it is first in the queue
+        self.first = 0  # number of ranks on which this operation heads the queue
         self.timed: Timed | None = None
 
     @property
@@ -81,8 +81,8 @@ class _Rank:
     def __init__(self, program: Program):
         self.program, self.place, self.now_s = program, 0, 0.0
         self.timed: list[Timed] = []
-        self.queues: dict[str, deque[_Operation]] = {}  # by port: issued, but not begun
-        self.free_s: dict[str, float] = {}  # when each port is free
+        self.queues: dict[str, deque[_Operation]] = {}  # per port: issued, but not yet begun
+        self.free_s: dict[str, float] = {}  # per port: when it becomes free
 
     @property
     def at_end(self) -> bool:
@@ -90,8 +90,8 @@ class _Rank:
 
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
-    """When each instruction of each rank runs, in seconds from the start. Raises ValueError for
-    contradictory programs, and Deadlock, with the cycle, where ranks wait for each other.
+    """Return when each rank runs each instruction, in seconds from the start. Raises ValueError for
+    contradictory programs, and Deadlock with the cycle if ranks wait for each other.
 
     >>> message = Issue("activations", ranks=(0,), seconds=2.0, latency_s=0.5)
     >>> run({0: [Compute(1.0), message], 1: [Wait("activations"), Compute(1.0)]})[1][-1]
@@ -104,7 +104,7 @@ class _Run:
     def __init__(self, programs: Mapping[int, Program]):
         self.ranks = {rank: _Rank(program) for rank, program in programs.items()}
         self.operations: dict[Hashable, _Operation] = {}
-        self.waiting: dict[Hashable, list[int]] = {}  # the ranks that wait for an operation
+        self.waiting: dict[Hashable, list[int]] = {}  # key -> ranks blocked on the operation
 
     def timed(self) -> dict[int, list[Timed]]:
         ready = deque(self.ranks)
@@ -122,7 +122,7 @@ class _Run:
         return {number: rank.timed for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
-        """Run until the rank blocks or ends; returns the operations that can begin now."""
+        """Run until the rank blocks or ends; return the operations that can begin now."""
         rank, can_begin = self.ranks[number], []
         while not rank.at_end:
             part, began_s = rank.program[rank.place], rank.now_s
@@ -154,7 +154,7 @@ class _Run:
         return can_begin
 
     def operation_of(self, number: int, issue: Issue) -> _Operation:
-        """The issued operation. Raises ValueError if its ranks contradict each other."""
+        """Return the issued operation. Raises ValueError if ranks issue it inconsistently."""
         if issue.key not in self.operations:
             unknown = [rank for rank in issue.ranks if rank not in self.ranks]
             if unknown:
@@ -175,7 +175,7 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Time the operation and any queued behind it that can begin; returns the ranks to wake."""
+        """Time this operation and queued operations that can follow; return the ranks to wake."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -198,11 +198,11 @@ class _Run:
 
 
 class _DeadlockFinder:
-    """Follows what ranks and operations wait for, until a cycle or a missing issue."""
+    """Follows the chain of waits until it finds a cycle or a missing Issue."""
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
-        self.to_issue = {  # in the rest of each program
+        self.to_issue = {  # per rank: keys in the rest of its program
             number: {part.key for part in rank.program[rank.place :] if isinstance(part, Issue)}
             for number, rank in ranks.items()
         }
@@ -224,15 +224,15 @@ class _DeadlockFinder:
         return self.ranks[number].program[self.ranks[number].place].key  # type: ignore[union-attr]
 
     def follow(self, number: int, subject: str, key: Hashable, known: set[Hashable]) -> Deadlock:
-        """Start at operation `key`, which rank `number` waits for or has issued."""
-        steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank that it blocks, and how
+        """Follow the waits from operation `key`, which rank `number` awaits or has issued."""
+        steps: dict[Hashable, tuple[int, str]] = {}  # operation -> the rank it blocks, the reason
         while key not in steps:
             known.add(key)
             operation, culprit = self.operations.get(key), self.issuer.get(key)
             if operation is not None:
                 issued = operation.issued_s
                 culprit = next((rank for rank in operation.members if rank not in issued), None)
-            if operation is not None and culprit is None:  # all have issued it: it is queued
+            if operation is not None and culprit is None:  # every rank has issued it: it is queued
                 port, members = operation.issue.port, operation.members.items()
                 first = {rank: member.queues[port][0] for rank, member in members}
                 number = next(rank for rank in first if first[rank] is not operation)
@@ -254,7 +254,7 @@ class _DeadlockFinder:
 
 
 def _explain(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """The steps as text; of many, the first and last."""
+    """The steps as text; a long list is abbreviated to its first four and last two."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

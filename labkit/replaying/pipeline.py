@@ -1,10 +1,10 @@
-"""A pipeline schedule as one program per stage, and as spans of a trace.
+"""A pipeline schedule as one program per stage and as spans in a trace.
 
-One recorded micro-batch of each distinct stage is enough: `stage_seconds` gives its forward and
-backward times on a cluster; order and messages follow from the schedule.
+One recorded micro-batch per distinct stage is enough: `stage_seconds` returns its forward and
+backward times on a cluster; the schedule determines the order and the messages.
 
     recorded on stage 1     forward  forward  backward  forward  backward  ...
-    its list of actions     F0       F1       B0        F2       B1        ...
+    actions of stage 1      F0       F1       B0        F2       B1        ...
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""Seconds of an action: `seconds(stage, action)`, or by its phase: {"forward": 1.0, ...}.
-An action on one of v chunks takes 1/v of a stage: the caller divides."""
+"""Seconds per action: a function `seconds(stage, action)`, or by phase, {"forward": 1.0, ...}.
+With v chunks, an action covers 1/v of a stage, so the caller divides the stage's time by v."""
 MessageSeconds = float | Callable[[Message], float]
-"""Seconds until a message arrives: the same for all, or by the message."""
-KIND = "microbatch"  # of a span that is an action
-NEXT_S = 1e-4  # the longest gap to a span that follows at once
+"""Seconds until a message arrives: one value, or a function of the message."""
+KIND = "microbatch"  # kind of the spans that represent actions
+NEXT_S = 1e-4  # the longest gap between consecutive spans
 RECORDED_AS = {
     "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "update": "optimizer",
@@ -36,9 +36,9 @@ RECORDED_AS = {
 def pipeline_programs(
     schedule: Schedule, seconds: Seconds, message_s: MessageSeconds = 0.0
 ) -> dict[int, Program]:
-    """The program of each stage: wait for an action's input, run it, send the output, which arrives
-    `message_s` later (all latency: several may be in flight). Raises ScheduleError for the first
-    rule the schedule breaks, ValueError for a phase without seconds."""
+    """One program per stage. For each action, a stage waits for the input, computes, and sends the
+    output, which arrives `message_s` later (pure latency: messages may overlap). Raises
+    ScheduleError for the first rule the schedule breaks, ValueError if `seconds` lacks a phase."""
     check(schedule)
     stages, chunks = len(schedule), chunks_of(schedule)
     programs: dict[int, Program] = {}
@@ -47,7 +47,7 @@ def pipeline_programs(
         for action in actions:
             needed = received(action, stage, stages, chunks)
             output = sent(action, stage, stages, chunks)
-            # A single stage with several chunks makes its own inputs.
+            # A single stage with several chunks produces its own inputs.
             if needed is not None and stages > 1:
                 program.append(Wait(needed))
             program.append(Compute(_seconds_of(seconds, stage, action), action))
@@ -71,16 +71,16 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The fraction of the step in which stages idle, 0 to 1. `step_s`: as `pipeline_step_s`
-    returns, or from the first action of any stage to the last."""
+    """The mean idle fraction of the stages, 0 to 1. `step_s`: from `pipeline_step_s`, or from the
+    first action on any stage to the last action on any stage."""
     stages = enumerate(schedule)
     busy_s = sum(_seconds_of(seconds, stage, x) for stage, actions in stages for x in actions)
     return 1 - busy_s / (step_s * len(schedule))
 
 
 def pipeline_step_s(trace: Trace) -> float:
-    """Time between steps: the longest time of a stage from its first action to its last, as for
-    zero-bubble schedules (arXiv 2401.10241). Raises ValueError without micro-batches."""
+    """Step time: the maximum over stages of the time from first to last action, as defined for
+    zero-bubble schedules (arXiv 2401.10241). Raises ValueError if a rank has no micro-batches."""
     spans = [[x for x in rank.spans if x.kind == KIND] for rank in trace.ranks.values()]
     if not spans or not all(spans):
         raise ValueError("no micro-batches in this trace; see pipeline_trace or by_microbatch")
@@ -93,12 +93,12 @@ def pipeline_trace(
     message_s: MessageSeconds = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
-    """The step of a pipeline as a trace: rank k is stage k, and its step ends with its last action.
-    Each action is a span with its phase, named after its micro-batch, "3", or with several chunks
-    "3.1". Raises as `pipeline_programs`."""
+    """Simulate one step as a trace: rank k is stage k, whose step ends with its last action. Every
+    action becomes a span of its phase, named "3" for micro-batch 3, or "3.1" if there are several
+    chunks. Raises the errors of `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
-    transfers: dict[Hashable, tuple[int, Timed]] = {}  # with its number in this direction
+    transfers: dict[Hashable, tuple[int, Timed]] = {}  # key -> sequence number, times
     count = Counter[tuple[int, str]]()
     for stage, program in programs.items():
         for part, when in zip(program, timed[stage], strict=True):
@@ -128,8 +128,8 @@ def pipeline_trace(
 
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
-    """Mean "forward" and "backward" seconds of a micro-batch on a device of the cluster, from a
-    trace of one stage (`dry_run`). Raises ValueError if either is missing, or as `replay`."""
+    """Mean "forward" and "backward" seconds per micro-batch on a device of the cluster, from a
+    trace of one stage (`dry_run`). Raises ValueError if a phase is missing, or as `replay`."""
     (rank_trace,) = replay(trace, cluster).ranks.values()
     seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
     for span in rank_trace.spans:
@@ -138,7 +138,7 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
             times[span.phase] += 1
     if missing := [phase for phase in seconds if not times[phase]]:
         raise ValueError(f"this trace of a stage has no {missing[0]}; record a training step")
-    # A stage may be several modules: each backward is one micro-batch.
+    # A stage may consist of several modules, but runs one backward per micro-batch.
     return {phase: sum_s / times["backward"] for phase, sum_s in seconds.items()}
 
 
@@ -146,7 +146,7 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
 
 
 class TimedAction(NamedTuple):
-    """An action of a schedule, with the times at which it began and ended."""
+    """An action of a schedule, with its begin and end times."""
 
     action: Action
     began_s: float
@@ -154,7 +154,7 @@ class TimedAction(NamedTuple):
 
 
 def span_name(action: Action, chunks: int) -> str:
-    """ "3" for micro-batch 3; with several chunks "3.1"."""
+    """The span name: "3" for micro-batch 3, or "3.1" if there are several chunks."""
     return str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
 
 
@@ -164,8 +164,8 @@ def action_of(span: Span) -> Action:
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
-    """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; inner
-    spans are dropped. Raises ValueError unless rank k ran the list of stage k once per step."""
+    """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; nested
+    spans are dropped. Raises ValueError unless rank k ran stage k's actions once per step."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"the schedule has {len(schedule)} stages, but the trace has ranks "
@@ -189,9 +189,9 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
     ended = [x for x in _outermost(rank_trace) if x.ended_s and x.kind != "loss"]
     spans = [x for x in ended if x.phase in phases]
     is_last = rank_trace.rank == len(schedule) - 1
-    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # in loss
+    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # has loss
     recorded = Counter(span.phase for span in spans)
-    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how often the list was run
+    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how many times the list ran
     loss_is_module = recorded["forward"] == rounds * (phases.count("forward") + sum(ends))
     place = number = 0
     while place < len(spans) or number % len(actions):
@@ -208,7 +208,7 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
         place, number = place + len(of_action), number + 1
         ended_s = of_action[-1].ended_s
         is_next = actions[number % len(actions)] == action._replace(phase="backward")
-        if in_loss and is_next and place < len(spans):  # the backward begins from the loss
+        if in_loss and is_next and place < len(spans):  # the backward starts from the loss
             losses = [x.ended_s for x in rank_trace.spans if x.kind == "loss"]
             began_s = spans[place].began_s
             ended_s = max([ended_s, *(x for x in losses if 0 <= began_s - x < NEXT_S)])
@@ -219,14 +219,14 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(rank_trace: RankTrace) -> list[Span]:
-    """The outermost spans, in order. "loss" is the time between the last forward and backward: on
-    all stages but the last, a wait."""
+    """The outermost spans, in order of time. A "loss" span fills the time from forward to backward,
+    so on every stage but the last it is a wait."""
     spans = [x for x in rank_trace.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """Actions by stage, from `by_microbatch` or `pipeline_trace`; other traces raise ValueError."""
+    """Timed actions by stage. Raises ValueError for traces without spans of micro-batches."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

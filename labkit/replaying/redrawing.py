@@ -1,4 +1,4 @@
-"""For the sliders of `what_if`: a changed cluster, and one picture redrawn for each replay."""
+"""Support for `what_if`'s sliders: a modified cluster, and a timeline redrawn per replay."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from labkit.replaying.replays import replay
 from labkit.trace import Split, Trace, split_of
 from labkit.trace.measures import main_dtype
 
-ROOM = 1.5  # length of a new time axis, in steps
-MIN_FRACTION = 0.25  # of the axis that a step takes, before the axis gets shorter
+ROOM = 1.5  # length of a new time axis, as a multiple of the step time
+MIN_FRACTION = 0.25  # shorten the axis if a step fills a smaller fraction
 
 
 def changed(
@@ -24,10 +24,10 @@ def changed(
     between_latency_s: float | None = None,
     devices_per_node: int | None = None,
 ) -> Cluster:
-    """The cluster with just enough nodes for `ranks` and the given values in place of its own. If
-    each device of a node has its own port, it keeps one in larger and smaller nodes. A missing
-    level between nodes copies the one inside, except for the given values. Raises ValueError for a
-    bandwidth not above 0, a negative latency, or no ranks or devices."""
+    """The cluster with the given values and just enough nodes for `ranks`. A level with one port
+    per device keeps one port per device. A missing inter-node level is a copy of the intra-node
+    level with the given values. Raises ValueError unless every bandwidth is positive, every
+    latency at least 0, and `ranks` and `devices_per_node` at least 1."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -56,12 +56,12 @@ def changed(
         between=None if links is None else level(links, between),
     )  # fmt: skip
     if replace(new, nodes=cluster.nodes) == cluster:
-        return new  # more or fewer nodes of the same kind
+        return new  # only the node count changed
     return replace(new, title=f"{cluster.title}, changed")
 
 
 class Redrawing:
-    """Replays of the first `most_ranks` ranks; the axis is kept while a step fills 1/4 to all."""
+    """Draws up to `most_ranks` ranks; the time axis is kept while a step fills 25 to 100 %."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -70,7 +70,7 @@ class Redrawing:
 
     def draw(self, recorded: Trace, cluster: Cluster) -> tuple[bytes, Split]:
         """The timeline of the replay as a PNG, and the split of its step time."""
-        # Memory points are most of a trace, and a timeline does not show them.
+        # Memory points make up most of a trace, and the timeline does not show them.
         ranks = {number: replace(rank, memory=[]) for number, rank in recorded.ranks.items()}
         replayed = replay(replace(recorded, ranks=ranks), cluster)
         step = choose_step(replayed)
@@ -89,7 +89,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """ "NVLink 3 300 GB/s, 3.4 µs": shown even where a change has no effect."""
+    """As "NVLink 3 300 GB/s, 3.4 µs": link values are shown even if the step time is unchanged."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -97,7 +97,7 @@ def links_in_words(cluster: Cluster) -> str:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """ "12.30 ms: computing 45%, exposed ...; MFU 20.1% of ...", for the dtype of most FLOPs."""
+    """As "12.30 ms: computing 45%, ...; MFU 20.1% of ...", for the dtype with most FLOPs."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

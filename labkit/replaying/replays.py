@@ -1,12 +1,12 @@
-"""`replay(trace, cluster)`: the recorded run on another machine.
+"""`replay(trace, cluster)`: a recorded run with the times of a different machine.
 
     recorded   forward [ mm add mm ]  issue all-reduce  backward [ mm mm ]  wait  step
     program    Compute                Issue             Compute             Wait  Compute
                        ^ moments: forward began, ended, ...
 
-Order and dependencies are as recorded. A rank that represents others (`RankTrace.alike`) is
-replayed once for all of them, with the slowest placement of their groups over nodes. A send does
-not wait for its receiver.
+Order and dependencies are as recorded. A rank that represents other ranks (`RankTrace.alike`) is
+replayed once for the whole set, assuming the slowest placement of their groups on nodes. A send
+does not wait for its receiver.
 """
 
 from collections import Counter
@@ -23,8 +23,8 @@ from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
-NOT_AT_0_S = float_info.min  # in a trace an end at 0.0 means "not yet"
-# At the same moment, ends come before begins, and an issue before the wait for it.
+NOT_AT_0_S = float_info.min  # in a trace, `ended_s == 0.0` means "not yet"
+# Among simultaneous events, ends precede begins, and an issue precedes its wait.
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
 
@@ -34,19 +34,19 @@ def replay(
     computing: Computing = "counted",
     steps: Iterable[int] | None = None,
 ) -> Trace:
-    """The trace with the times of `cluster`.
+    """Replay a trace with the times of `cluster`.
 
     Args:
-        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`); any trace with
-            computing="measured".
-        cluster: a description, or your own `Costs` on one.
-        computing: "counted" takes operations and bytes at the rates of the cluster's device;
-            "measured" keeps the recorded times, and takes only the network from the cluster.
-        steps: the steps to replay; by default all that `computing` allows.
+        trace: recorded with operations (`dry_run`, or `record(detail_step=...)`); with
+            computing="measured", any trace.
+        cluster: a cluster, or `Costs` for a cluster.
+        computing: "counted" derives compute times from FLOPs and bytes at the device's rates;
+            "measured" keeps the recorded compute times and replaces only communication times.
+        steps: the steps to replay; by default every step that `computing` allows.
 
-    Returns a trace of these steps, the same to the last digit every time. Raises ValueError when
-    the cluster has too few devices or no rate for a dtype, or ranks or steps are missing; Deadlock,
-    with the cycle, where ranks wait for each other.
+    Returns a trace of these steps; repeated replays are bit-identical. Raises ValueError if the
+    cluster has too few devices or no rate for a dtype, or if ranks or steps are missing; Deadlock
+    with the cycle if ranks wait for each other.
 
     >>> plot.timeline(replay(trace, cluster("dgx-h100")))
     """
@@ -73,7 +73,7 @@ def replay(
 
 
 def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """All records of a rank: (time, order at that time, kind, record)."""
+    """Every record of a rank as (time, order among simultaneous events, kind, record)."""
     events: list[tuple[float, str, Any]] = []
     intervals: list[Step | Span] = [*rank_trace.steps, *rank_trace.spans]
     for interval in intervals:
@@ -92,24 +92,24 @@ def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A program. `moments`: (record, name of its time, instruction, seconds after that began)."""
+    """A program. `moments`: (record, time field, instruction, seconds after it began)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
-    waits: dict[int, int] = field(default_factory=dict)  # id(event) -> place of its Wait
-    computed_s: float = 0.0  # since the last Issue or Wait
+    waits: dict[int, int] = field(default_factory=dict)  # id(event) -> index of its Wait
+    computed_s: float = 0.0  # computing since the last Issue or Wait
 
     def add_moment(self, record: Any, name: str) -> None:
         self.moments.append((record, name, len(self.parts), self.computed_s))
 
     def add(self, *parts: Issue | Wait) -> None:
-        """Append the computing so far, then `parts`."""
+        """Append the accumulated computing, then `parts`."""
         self.parts += [Compute(self.computed_s), *parts]
         self.computed_s = 0.0
 
 
 class _Key(NamedTuple):
-    """The key of an operation, as a deadlock's message shows it."""
+    """An operation's key; its repr is the text that a deadlock message shows."""
 
     text: str
     group: str
@@ -141,7 +141,7 @@ class _Replay:
         return Trace(ranks, about, self.recorded.metrics)
 
     def _program(self, rank_trace: RankTrace) -> _RankProgram:
-        """Instructions in recorded order; "measured" also keeps the recorded times between them."""
+        """Instructions in recorded order; "measured" keeps the recorded time between events."""
         program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
         for when_s, _, kind, record in sorted(events_of(rank_trace), key=lambda x: x[:2]):
@@ -153,7 +153,7 @@ class _Replay:
                     program.computed_s += 0.0 if measured else self.costs.compute_s(record)
                 case "issue":
                     program.add_moment(record, "issued_s")
-                    if record.op != "recv":  # a receive only waits
+                    if record.op != "recv":  # a receive issues nothing
                         program.add(self.issues[self._key(rank_trace, record)])
                 case "wait":
                     program.add(Wait(self._key(rank_trace, record)))
@@ -167,7 +167,7 @@ class _Replay:
         return program
 
     def _key(self, rank_trace: RankTrace, event: CommEvent) -> _Key:
-        """Equal on all ranks of a collective, and at both ends of a message."""
+        """A key shared by all ranks of a collective, or by both ends of a message."""
         if event.op not in ("send", "recv"):
             return _Key(f"collective {event.seq} of group {event.group}", event.group)
         assert event.peer is not None
@@ -177,7 +177,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """All operations. If ranks send unequal amounts, the largest counts."""
+        """Every communication operation. If ranks send unequal amounts, the slowest counts."""
         issues: dict[Hashable, Issue] = {}
         for rank_trace in self.recorded.ranks.values():
             for event in rank_trace.comms:
@@ -197,14 +197,14 @@ class _Replay:
         return issues
 
     def _slowest(self, rank_trace: RankTrace, event: CommEvent) -> Sending:
-        """The cost in the slowest of the groups that this rank represents."""
+        """The cost in the slowest group among this rank and the ranks that it represents."""
         alike, size = [event], rank_trace.size
-        if len(event.ranks) < size or event.op == "send":  # else there is only this group
+        if len(event.ranks) < size or event.op == "send":  # otherwise this is the only group
             alike += [as_seen_by(event, rank, size) for rank in self._placements(rank_trace, event)]
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _placements(self, rank_trace: RankTrace, event: CommEvent) -> list[int]:
-        """One rank for each way in which the group, or a message's ends, are spread over nodes."""
+        """One rank per distinct distribution of the group, or of a message's ends, over nodes."""
         key = rank_trace.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_placements:
             kinds: dict[Any, int] = {}
@@ -234,7 +234,7 @@ class _Replay:
         timed: list[Timed],
         transfers: Mapping[Hashable, Timed],
     ) -> None:
-        rank_trace.operations, rank_trace.memory = [], []  # the times replace them
+        rank_trace.operations, rank_trace.memory = [], []  # memory is refilled below
         for record, name, place, after_s in program.moments:
             when_s = timed[place].began_s + after_s
             if isinstance(record, MemoryPoint):
@@ -249,7 +249,7 @@ class _Replay:
 
 
 def set_times(event: CommEvent, issued_s: float, transfer: Timed, wait: Timed | None) -> None:
-    """Set when an event was issued, transferred, and waited for (if it was)."""
+    """Set when an event was issued, transferred, and, unless `wait` is None, waited for."""
     event.issued_s = issued_s
     event.began_s = max(transfer.began_s, issued_s)
     event.ended_s = _nonzero(max(transfer.ended_s, issued_s))
@@ -259,7 +259,7 @@ def set_times(event: CommEvent, issued_s: float, transfer: Timed, wait: Timed | 
 
 
 def _copied(rank_trace: RankTrace) -> RankTrace:
-    """A copy of the records, to set their times."""
+    """Copy the steps, spans and events, so that their times can be overwritten."""
     return replace(
         rank_trace,
         steps=[replace(step, detail=False) for step in rank_trace.steps],
@@ -273,7 +273,7 @@ def _nonzero(when_s: float) -> float:
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """The steps to replay. Raises ValueError if there are none, or one cannot be replayed."""
+    """The steps to replay. Raises ValueError if no step, or not every `asked` step, can be."""
     available = trace.steps(detail=False)
     if computing == "counted":
         available = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})

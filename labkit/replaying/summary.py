@@ -1,4 +1,4 @@
-"""A recorded run replayed on several clusters, as a table: `labkit replay`."""
+"""A recorded run replayed on several clusters, as a table (`labkit replay`)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from labkit.trace.measures import main_dtype
 
 @dataclass(frozen=True)
 class OnCluster:
-    """The replay on one cluster, or `why_not`."""
+    """The replay on one cluster, or in `why_not` the reason that it is impossible."""
 
     name: str
     replayed: Trace | None = None
@@ -27,7 +27,7 @@ class OnCluster:
 def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
-    """Replays of `trace` on each cluster; where one is impossible, the reason instead."""
+    """One replay of `trace` per cluster; if a replay is impossible, the reason."""
     replays, dtype = [], main_dtype(trace)
     for name, cluster in clusters.items():
         try:
@@ -42,7 +42,7 @@ def on_clusters(
 
 
 def table(replays: Iterable[OnCluster]) -> Table:
-    """The parts of a replayed step, one row for each cluster."""
+    """The split of a replayed step, with one row per cluster."""
     shown = Table(
         title="One replayed step", title_justify="left", box=box.SIMPLE_HEAD,
         caption="exposed: waiting for a transfer; bubble: waiting for other ranks.\n"

@@ -1,4 +1,4 @@
-"""`what_if`: a recorded run replayed on a cluster with sliders for its bandwidths and latencies."""
+"""`what_if`: a recorded run replayed on a cluster, with bandwidth and latency sliders."""
 
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
@@ -12,13 +12,13 @@ from labkit.runtime.progress import progress
 from labkit.trace import Trace
 
 GB_PER_S, US = 1e9, 1e-6
-LINKS = {  # argument of `changed`: label of its slider, unit, range in powers of ten
+LINKS = {  # argument of `changed`: slider label, unit, range in powers of ten
     "inside_bytes_per_s": ("inside a node, GB/s", GB_PER_S, (-2.0, 4.0)),
     "inside_latency_s": ("latency inside, µs", US, (-1.0, 5.0)),
     "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
     "between_latency_s": ("latency between, µs", US, (-1.0, 5.0)),
 }
-POWERS_PER_STEP = 0.05  # of a slider: 20 steps are ten times as much
+POWERS_PER_STEP = 0.05  # of a slider: 20 steps are a factor of 10
 
 Recorded = Trace | Callable[..., Trace]
 
@@ -26,16 +26,16 @@ Recorded = Trace | Callable[..., Trace]
 def what_if(
     recorded: Recorded, cluster: Cluster, ranks: int = 8, **choices: Iterable[Any]
 ) -> "WhatIf":
-    """A replay with sliders: bandwidth and latency, devices per node, and your own choices.
+    """A replay with sliders for bandwidth, latency, devices per node, and your own choices.
 
     Args:
-        recorded: a trace with operations (`dry_run`), or a function that records one.
-        ranks: the number of ranks drawn, from the first on; all are replayed.
-        choices: arguments of that function, each with the values to choose from. Every combination
-            is recorded now; a slider then only replays and draws.
+        recorded: a trace with operations (`dry_run`), or a function that records a trace.
+        ranks: draw the first `ranks` ranks; every rank is replayed.
+        choices: arguments of that function, each with a list of values. Every combination is
+            recorded immediately; moving a slider only replays and redraws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
-    be replayed; ImportError without ipywidgets.
+    be replayed; ImportError if ipywidgets is missing.
 
     >>> what_if(dry_run(train, ranks=8), cluster("dgx-h100"))
     >>> what_if(lambda mb: dry_run(train, mb, ranks=8), cluster("dgx-h100"), mb=(1, 5, 25))
@@ -87,7 +87,7 @@ def _check_counted(trace: Any, what: str) -> None:
 
 
 class WhatIf(PictureWidget):
-    """Sliders over the timeline of a replay; `line` gives the parts of the step's time."""
+    """Sliders over the timeline of a replay; `line` shows the split of the step time."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class WhatIf(PictureWidget):
 
     @property
     def recorded(self) -> Trace:
-        """The trace for the chosen values."""
+        """The trace recorded with the chosen values."""
         return self._recordings[tuple(slider.value for slider in self.choices.values())]
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster as changed by the moved sliders."""
+        """The cluster with the values of the sliders that were moved."""
         links = {
             name: slider.value * LINKS[name][1]
             for name, slider in self.links.items()
@@ -143,7 +143,7 @@ class WhatIf(PictureWidget):
 
 
 def _link(name: str, cluster: Cluster) -> Any:
-    """A logarithmic slider that starts at the cluster's value."""
+    """A logarithmic slider, initially at the cluster's value."""
     label, unit, (low, high) = LINKS[name]
     inside = name.startswith("inside") or cluster.between is None
     level = cluster.inside if inside else cluster.between

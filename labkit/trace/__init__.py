@@ -1,4 +1,4 @@
-"""A recorded run as plain data: computing, communication and memory over time, on every rank."""
+"""A recorded run as plain data: computing, communication and memory over time per rank."""
 
 from labkit.trace.folder import read_run, write_run
 from labkit.trace.graph import CATEGORIES, MemoryPoint, Operation, RankTrace, Span, Step, Trace

@@ -1,13 +1,13 @@
-"""A trace in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
+"""Exports a trace in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
     process    one per rank
-    threads    computing (steps, and the spans inside them), waiting, and each group's transfers
+    threads    computing (steps with nested spans), waiting, and one or more per group (transfers)
     counter    memory: bytes by category, in the detailed step
-    arrows     issue -> wait, send -> receive, and from the first rank of a collective to the others
+    arrows     issue -> wait, send -> receive, first rank of a collective -> every other rank
 
-Times are microseconds. On a thread, complete events ("X") nest or are disjoint. An arrow ("s" to
-"f") goes forward in time, and each end lies inside an event of its thread. Source: "Trace Event
-Format", Google, 2016.
+Times are in microseconds. Complete events ("X") on one thread nest or are disjoint. An arrow ("s"
+to "f") points forward in time, and both ends are inside an event on their thread. Source: "Trace
+Event Format", Google, 2016.
 """
 
 import gzip
@@ -23,14 +23,14 @@ from labkit.trace.measures import end_of, union
 
 Event = dict[str, Any]
 
-# Order of simultaneous events: an event before those inside it and before arrows from it.
+# Order of simultaneous events: an event precedes nested events and arrows from it.
 ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
 SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "transport",
          "algorithm", "blocking", "source")  # fmt: skip
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
-    """The trace as a Trace Event JSON object. Unfinished events extend to the trace's end."""
+    """The trace as a Trace Event JSON object; unfinished events extend to the trace's end."""
     end_s = end_of(trace)
     ranks = {number: _RankSlices(rank, end_s) for number, rank in sorted(trace.ranks.items())}
     events = [event for slices in ranks.values() for event in slices.events()]
@@ -42,7 +42,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 
 
 def write_chrome(trace: Trace, path: str | Path) -> Path:
-    """Write the trace to `path`, gzipped if that ends in ".gz"; the viewers open either."""
+    """Write the trace to `path`, gzipped if the name ends in ".gz"; viewers open both forms."""
     path = Path(path)
     data = json.dumps(to_chrome(trace), separators=(",", ":"), allow_nan=False).encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -51,7 +51,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 
 @dataclass
 class _Slice:
-    """A complete event. Times are whole nanoseconds: sums of rounded times would not nest."""
+    """A complete event. Times are whole nanoseconds, as float rounding would break nesting."""
 
     rank: int
     name: str
@@ -68,8 +68,8 @@ class _RankSlices:
     def __init__(self, rank: RankTrace, end_s: float):
         self.rank, self.end_s = rank, end_s
         self.threads: list[tuple[str, list[_Slice]]] = []
-        self.transfers: dict[int, _Slice] = {}  # by id of the event
-        self.waits: dict[int, _Slice] = {}  # by id of the event
+        self.transfers: dict[int, _Slice] = {}  # id(event) -> slice
+        self.waits: dict[int, _Slice] = {}  # id(event) -> slice
         slices = []
         for step in rank.steps:
             name = f"step {step.index}" + ", in detail (times not meaningful)" * step.detail
@@ -102,11 +102,11 @@ class _RankSlices:
         return _Slice(self.rank.rank, name, category, begin_ns, max(begin_ns, end_ns), known)
 
     def _add_threads(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
-        """Put slices on a thread, and crossing ones (nest=False: nested ones too) on another."""
+        """Put slices on a thread; crossing (if not `nest`, also nested) slices get new threads."""
         remaining = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while remaining or not self.threads:
             placed: list[_Slice] = []
-            ends: list[int] = []  # of the slices around the next one
+            ends: list[int] = []  # of the slices that enclose the next slice
             crossing: list[_Slice] = []
             for x in remaining:
                 while ends and ends[-1] <= x.begin_ns:
@@ -121,13 +121,13 @@ class _RankSlices:
             remaining = crossing
 
     def computing_from(self, when_ns: int) -> _Slice | None:
-        """The slice that computes at `when_ns`, where an arrow may begin; None if none does."""
+        """A slice from `when_ns`, where an arrow may begin; None if the rank is not computing."""
         place = bisect_right(self._computing, when_ns, key=lambda x: int(x[0]))
         end_ns = int(self._computing[place - 1][1]) if place else 0
         return _Slice(self.rank.rank, "", "", when_ns, end_ns, {}) if end_ns > when_ns else None
 
     def events(self) -> Iterator[Event]:
-        """All events except the arrows."""
+        """Every event of this rank except arrows."""
         rank, pid = self.rank, _pid(self.rank.rank)
         where = ", ".join(filter(None, (rank.device, rank.host)))
         yield _meta("process_name", pid, 0, name=f"rank {rank.rank} ({where})")
@@ -149,7 +149,7 @@ class _RankSlices:
 
 
 def _arrows(trace: Trace, ranks: dict[int, _RankSlices]) -> Iterator[tuple[str, _Slice, _Slice]]:
-    """The name of each arrow and the slices at its ends."""
+    """Every arrow as (name, slice at its begin, slice at its end)."""
     for rank, of_rank in ranks.items():
         for event in trace.ranks[rank].comms:
             at = of_rank.computing_from(round(event.issued_s * 1e9))
@@ -167,7 +167,7 @@ def _arrows(trace: Trace, ranks: dict[int, _RankSlices]) -> Iterator[tuple[str, 
 
 
 def _arrow(number: int, name: str, begin: _Slice, end: _Slice) -> list[Event]:
-    """The two events of an arrow; none if one of its ends is outside its slice."""
+    """The two events of an arrow; an empty list if either end is outside its slice."""
     begin_ns = begin.begin_ns
     end_ns = max(end.begin_ns, begin_ns)
     if not (begin_ns < begin.end_ns and end_ns < end.end_ns):
@@ -186,4 +186,4 @@ def _meta(what: str, pid: int, thread: int, **args: Any) -> Event:
 
 
 def _pid(rank: int) -> int:
-    return rank + 1  # Perfetto takes process 0 for Linux's idle process
+    return rank + 1  # Perfetto treats process 0 as Linux's idle process

@@ -1,11 +1,11 @@
-"""A recorded run is a folder. An interrupted run can be read up to the interruption.
+"""A recorded run as a folder, readable even if the run was interrupted.
 
-    run.json         what ran, and where: written first
-    rank0.jsonl ...  what each rank did, one file per rank (labkit/trace/rankfile.py)
-    metrics.jsonl    one line per metric of a rank, {"step": 3, "rank": 0, "loss": 2.1}
+    run.json         program and environment of the run; written first
+    rank0.jsonl ...  records, one file per rank (labkit/trace/rankfile.py)
+    metrics.jsonl    one line per `metric` call on a rank, {"step": 3, "rank": 0, "loss": 2.1}
 
-Ranks of one host share its monotonic clock. Hosts are aligned by Unix time, so between hosts
-times agree as well as their clocks do: to about a millisecond with NTP.
+Ranks on one host share its monotonic clock. Hosts are aligned by Unix time, so times on different
+hosts agree as closely as the hosts' clocks: to about a millisecond with NTP.
 """
 
 import json
@@ -31,14 +31,14 @@ RANK_FILE = re.compile(r"rank(0|[1-9]\d*)\.jsonl")
 
 
 def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bool = False) -> Path:
-    """Create the folder of a run, write its `run.json`, and return the folder.
+    """Create a run folder, write its `run.json`, and return the folder.
 
     Args:
-        about: entries of `run.json`, as {"what": "ddp", "seed": 0}. They extend or override those
-            on the environment (host, platform, versions, command, start).
-        replace: remove an existing run. Other files are never removed.
+        about: entries for `run.json`, as {"what": "ddp", "seed": 0}. These entries extend or
+            override the environment (host, platform, versions, command, start time).
+        replace: remove an existing run; unrelated files are never removed.
 
-    Raises ValueError if the folder holds a run (without `replace`) or anything else.
+    Raises ValueError if the folder holds a run (unless `replace`), or is neither empty nor a run.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()):
@@ -57,7 +57,7 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
 
 
 def add_about(path: str | Path, **more: Any) -> None:
-    """Add entries to the `run.json` in the folder `path`."""
+    """Add entries to `run.json` in the folder `path`."""
     _write_about(Path(path), {**_read_about(Path(path)), **more})
 
 
@@ -67,14 +67,14 @@ def _write_about(path: Path, about: dict[str, Any]) -> None:
 
 
 def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
-    """Append metrics to the run in the folder `path`; several ranks may do so at once."""
+    """Append metrics to the run in the folder `path`; ranks may append concurrently."""
     lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
     with (Path(path) / METRICS).open("ab") as file:
-        file.write(lines.encode())  # one write: lines of other ranks do not interleave
+        file.write(lines.encode())  # a single write, so ranks' lines do not interleave
 
 
 def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
-    """Write a trace as a run folder, for `read_run`. Raises the errors of `begin_run`."""
+    """Write a trace as a run folder for `read_run`. Raises the errors of `begin_run`."""
     about = {key: value for key, value in trace.about.items() if key != "problems"}
     path = begin_run(path, {"world_size": trace.size, **about}, replace)
     for rank in trace.ranks.values():
@@ -88,12 +88,12 @@ def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
 
 
 def read_run(path: str | Path) -> Trace:
-    """The run in the folder `path`: all ranks on one clock, beginning at 0 s.
+    """Read the run in the folder `path`, with all ranks on one clock that begins at 0 s.
 
-    A damaged or unfinished run is returned as far as it can be read: incomplete ranks have
-    `complete` False, and `about["problems"]` lists the problems.
+    The readable part of a damaged or unfinished run is returned: `complete` is False on incomplete
+    ranks, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError for a missing folder, ValueError for other folders or a newer format.
+    Raises FileNotFoundError for a missing folder, ValueError for other contents or a newer format.
     """
     path = Path(path)
     if not path.exists():
@@ -113,7 +113,7 @@ def read_run(path: str | Path) -> Trace:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """The contents of `run.json`. Raises ValueError if the folder is not a labkit run."""
+    """The contents of `run.json`. Raises ValueError if the folder holds no labkit run."""
     wrong = f"{path} is not a labkit run"
     try:
         about = json.loads(read_file(path / RUN))
@@ -128,8 +128,8 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _drop_invalid(about: dict[str, Any]) -> list[str]:
-    """Remove invalid entries that labkit computes with; return a sentence for each."""
-    about.pop("problems", None)  # set by `read_run`, not recorded
+    """Remove invalid entries that labkit computes with; return one sentence per entry."""
+    about.pop("problems", None)  # added by `read_run`, not recorded
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
     levels = [link]
     if isinstance(link, dict) and "inside" in link:
@@ -150,7 +150,7 @@ def _is_number(value: Any) -> bool:
 
 def _environment() -> dict[str, Any]:
     try:
-        torch_version = version("torch")  # read, not imported: this module needs no torch
+        torch_version = version("torch")  # from metadata: this module must not import torch
     except PackageNotFoundError:
         torch_version = "none"
     return {
@@ -165,7 +165,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _read_ranks(path: Path, world_size: int | None, problems: list[str]) -> dict[int, RankTrace]:
-    """The trace of each rank, with times on the clock of the first rank's host."""
+    """Global rank -> trace, with times on the monotonic clock of the first rank's host."""
     numbers = {f.name: int(m[1]) for f in path.iterdir() if (m := RANK_FILE.fullmatch(f.name))}
     ranks: dict[int, RankTrace] = {}
     offsets_s: dict[str, float] = {}  # host -> Unix time minus monotonic time

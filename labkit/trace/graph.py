@@ -3,16 +3,16 @@
     Trace ── one RankTrace per rank
               steps    begin and end of each training step
               spans    computing: forward, backward and optimizer, by module
-              comms    the communicator's operations (`labkit.events.CommEvent`)
+              comms    communication operations (`labkit.events.CommEvent`)
               memory   bytes by category over time, in the detailed step
               operations  the operations computed in the detailed step
 
-The edges are implicit. On a rank, records are ordered by time, and a wait belongs to its event. A
-collective has the same `group` and `seq` on all its ranks; a receive has the same ends, tag and
-`seq` as its send (`Trace.collectives`, `Trace.messages`). A replay needs nothing else.
+The edges are implicit. On a rank, records are ordered by time, and an event includes its wait. A
+collective has the same `group` and `seq` on every rank; a receive has the same ends, tag and `seq`
+as its send (`Trace.collectives`, `Trace.messages`). This is sufficient for a replay.
 
-All times are seconds since the trace's beginning, on one clock for all ranks.
-No torch here: traces are read, replayed and drawn on machines without it.
+All times are seconds since the beginning of the trace, on one clock shared by all ranks.
+This module does not import torch, so traces can be read, replayed and drawn without torch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,41 +26,41 @@ from labkit.events import CommEvent
 CATEGORIES = (
     "parameters", "gradients", "optimizer state", "activations", "communication buffers", "other",
 )  # fmt: skip
-PHASES = (  # "input" and "weight": in a pipeline, where backward is in two halves; "update":
-    # an optimizer's step for one micro-batch of a pipeline
+PHASES = (  # "input" and "weight": the two halves of a pipeline's backward; "update": the
+    # optimizer step after one micro-batch of a pipeline
     "forward", "backward", "input", "weight", "update", "optimizer", "user",
 )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of computing on one rank. In forward, spans nest as modules do. In backward, one
-    span of depth 0 and module "" covers the whole; the modules follow each other at depth 1,
-    without the time of their children."""
+    """A period of computing on one rank. Forward spans nest like modules. In backward, a span with
+    depth 0 and module "" covers the entire pass; module spans follow each other at depth 1 and
+    exclude the time of child modules."""
 
     phase: str  # one of PHASES
-    module: str  # path from the root, "blocks.0.mlp"; "": the root, or all of backward
+    module: str  # path from the root, "blocks.0.mlp"; "": the root, or the entire backward
     step: int
     began_s: float
     ended_s: float  # 0.0: still open when the run ended
     depth: int = 0  # 0 is outermost
     kind: str = ""  # class of the module or optimizer, "Linear"
-    flops: int | None = None  # in the detailed step; without those of its children
-    moved_bytes: int | None = None  # read and written; also without its children
+    flops: int | None = None  # in the detailed step; excluding nested spans
+    moved_bytes: int | None = None  # read and written, excluding nested spans
 
 
 @dataclass(slots=True)
 class Step:
-    """One training step: from the end of the previous one to the end of its optimizer step."""
+    """One training step: from the previous step's end to the end of its own optimizer step."""
 
     index: int
     began_s: float
     ended_s: float  # 0.0: still open
-    detail: bool = False  # has memory and operations; its times are meaningless
+    detail: bool = False  # memory and operations were recorded; times are meaningless
 
 
 class MemoryPoint(NamedTuple):
-    """Bytes held in each of CATEGORIES from `when_s` on."""
+    """Bytes held per category (in the order of CATEGORIES) from `when_s` on."""
 
     when_s: float
     step: int
@@ -68,7 +68,7 @@ class MemoryPoint(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One operation that a rank computed in the detailed step; it ended at `when_s`."""
+    """One operation that a rank computed in the detailed step and finished at `when_s`."""
 
     when_s: float
     step: int
@@ -76,10 +76,10 @@ class Operation(NamedTuple):
     dtype: str  # of its first tensor, "bfloat16"
     flops: int
     moved_bytes: int  # read and written
-    sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], or of each in a batch
+    sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], batched or not
 
 
-# The records of a rank by kind, each with its times: all but the first are 0.0 for "not yet".
+# Time fields per kind of record; every field but the first may be 0.0 for "not yet".
 TIMES = {
     "steps": ("began_s", "ended_s"),
     "spans": ("began_s", "ended_s"),
@@ -93,8 +93,8 @@ TIMES = {
 class RankTrace:
     """The records of one rank."""
 
-    rank: int  # global
-    size: int  # ranks in the world
+    rank: int  # global rank
+    size: int  # world size
     device: str = "cpu"
     host: str = ""
     steps: list[Step] = field(default_factory=list)
@@ -103,18 +103,18 @@ class RankTrace:
     memory: list[MemoryPoint] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     complete: bool = True  # False: the rank died, or the file was cut off
-    alike: tuple[int, ...] = ()  # global ranks that behave alike and have no record
+    alike: tuple[int, ...] = ()  # global ranks with the same behavior and no record
 
     def timed_records(self) -> Iterator[Span | CommEvent | Step]:
         return chain(self.steps, self.spans, self.comms)
 
     def lists(self) -> tuple[list[Any], ...]:
-        """The records, one list per kind."""
+        """The lists of records, in the order of TIMES."""
         return tuple(getattr(self, kind) for kind in TIMES)
 
 
 class MessageKey(NamedTuple):
-    """Identifies a message: equal for a send and its receive."""
+    """Identifies a message; a send and its receive have equal keys."""
 
     group: str
     source: int  # global ranks
@@ -125,8 +125,8 @@ class MessageKey(NamedTuple):
 
 @dataclass
 class Trace:
-    """A recorded run. `about` is the contents of `run.json`; `metrics` has one dict per call of
-    `metric` on a rank, {"step": 3, "rank": 0, "loss": 2.1}."""
+    """A recorded run. `about` holds the contents of `run.json`; `metrics` holds one dict per
+    `metric` call on a rank, as {"step": 3, "rank": 0, "loss": 2.1}."""
 
     ranks: dict[int, RankTrace] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
@@ -134,21 +134,21 @@ class Trace:
 
     @property
     def size(self) -> int:
-        """Ranks in the world; a damaged trace may lack some."""
+        """The world size; a damaged trace may lack ranks."""
         return max((rank.size for rank in self.ranks.values()), default=0)
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks are present and none was cut off."""
+        """Whether every rank is present and its record complete."""
         return 0 < len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
 
     def steps(self, detail: bool | None = None) -> list[int]:
-        """The step numbers: all, or only the detailed (True) or the timed steps (False)."""
+        """The step numbers: every step, only detailed steps (True), or only timed steps (False)."""
         every = (step for rank in self.ranks.values() for step in rank.steps)
         return sorted({s.index for s in every if detail is None or s.detail == detail})
 
     def step(self, index: int) -> "Trace":
-        """Step `index` alone, beginning at 0 s. Raises ValueError if it is missing."""
+        """Step `index` alone, beginning at 0 s. Raises ValueError if the step is missing."""
         if index not in self.steps():
             steps = self.steps()
             known = f"steps {steps[0]} to {steps[-1]}" if steps else "none"
@@ -156,7 +156,7 @@ class Trace:
         return self.only([index]).from_zero()
 
     def only(self, steps: Iterable[int]) -> "Trace":
-        """These steps alone, with their times unchanged."""
+        """A trace of the given steps only, with unchanged times."""
         chosen, ranks = set(steps), {}
         for number, rank in self.ranks.items():
             kept: dict[str, Any] = {
@@ -169,15 +169,15 @@ class Trace:
 
     @property
     def record_of(self) -> dict[int, RankTrace]:
-        """Global rank -> its record, or that of the rank it behaves like; in order."""
+        """Global rank -> its record or its representative's record, in order of rank."""
         every = [(number, rank) for rank in self.ranks.values() for number in rank.alike]
         every += self.ranks.items()
         return dict(sorted(every, key=lambda x: x[0]))
 
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
-        """The trace with a record for each of `ranks` (all by default), also for ranks that behave
-        like a recorded one: their groups follow from `groups_like`. Shared lists are not copied.
-        Raises ValueError for a rank without a record of either kind."""
+        """The trace with a record for each of `ranks` (every rank by default). A represented rank
+        gets its representative's record, with groups from `groups_like`; lists are shared.
+        Raises ValueError for a rank that is neither recorded nor represented."""
         record_of = self.record_of
         expanded: dict[int, RankTrace] = {}
         for number in record_of if ranks is None else ranks:
@@ -189,7 +189,7 @@ class Trace:
         return replace(self, ranks=expanded)
 
     def from_zero(self) -> "Trace":
-        """A copy with its earliest time at 0 s."""
+        """A copy whose earliest time is 0 s."""
         begins = (
             getattr(record, first)
             for rank in self.ranks.values()
@@ -210,7 +210,7 @@ class Trace:
         return collectives
 
     def messages(self) -> dict[MessageKey, dict[str, CommEvent]]:
-        """Message -> {"send": event, "recv": event}, without the ends not recorded."""
+        """Message -> {"send": event, "recv": event}; an unrecorded end is absent."""
         messages: dict[MessageKey, dict[str, CommEvent]] = {}
         for rank in self.ranks.values():
             for event in rank.comms:
@@ -224,7 +224,7 @@ class Trace:
 
 
 def earlier(rank: RankTrace, by_s: float) -> RankTrace:
-    """Shift all times back by `by_s`. An end of 0.0 ("not yet") stays 0.0."""
+    """Shift all times back by `by_s`. A time of 0.0 ("not yet") stays 0.0."""
 
     def moved(record: Any, names: tuple[str, ...]) -> Any:
         times = {name: getattr(record, name) for name in names}
@@ -240,10 +240,10 @@ def earlier(rank: RankTrace, by_s: float) -> RankTrace:
 
 @cache
 def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups shaped like `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
+    """Translated copies of `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
 
     (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbors
-    (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one of each node
+    (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one rank per node
     """
     shape = [rank - min(ranks) for rank in ranks]
     groups, free = [], dict.fromkeys(range(size))
@@ -259,8 +259,8 @@ def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...
 
 
 def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
-    """The event on `rank`, which behaves like the event's own rank: in its group, with the peer at
-    the same distance. Unchanged if the group of `rank` is unknown."""
+    """The event on `rank`, which behaves like the recorded rank: in the corresponding group, with
+    the peer at the same distance. Returned unchanged if `rank` is in no corresponding group."""
     own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
     if own is None:
         return event

@@ -1,5 +1,5 @@
-"""Measures of a trace: computing, communication, waiting, and their overlap. Intervals are sorted,
-disjoint lists of (begin, end) in seconds."""
+"""Measures of a trace: computing, communication, waiting, and their overlap. `Intervals` are sorted
+lists of disjoint (begin, end) pairs in seconds."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def without(intervals: Intervals, taken: Intervals) -> Intervals:
 
 
 def common(first: Intervals, second: Intervals) -> Intervals:
-    """The intersection."""
+    """The intersection of `first` and `second`."""
     return without(first, without(first, second))
 
 
@@ -50,13 +50,13 @@ def length_s(intervals: Intervals) -> float:
 
 
 def waiting(rank: RankTrace) -> Intervals:
-    """When the rank waited for communication."""
+    """Intervals in which the rank waited for communication."""
     return union((x.wait_began_s, x.wait_ended_s) for x in rank.comms if x.wait_ended_s)
 
 
 def computing(rank: RankTrace) -> Intervals:
-    """When the rank computed: its outermost spans, without waits. A user's span counts only if it
-    contains no other: a span around the whole training loop is not computing."""
+    """Intervals in which the rank computed: outermost spans, minus waits. A user span that overlaps
+    a recorded phase does not count: a span around the whole training loop is not computing."""
     spans = [x for x in rank.spans if x.depth == 0 and x.ended_s]
     known = union((x.began_s, x.ended_s) for x in spans if x.phase != "user")
     own = [(x.began_s, x.ended_s) for x in spans if x.phase == "user"]
@@ -64,12 +64,12 @@ def computing(rank: RankTrace) -> Intervals:
 
 
 def communicating(rank: RankTrace) -> Intervals:
-    """When a transfer was under way."""
+    """Intervals in which at least one transfer was in progress."""
     return union((x.began_s, x.ended_s) for x in rank.comms if x.ended_s)
 
 
 def overlap(trace: Trace) -> float:
-    """The fraction of communication time hidden behind computing, over all ranks; 0 without any."""
+    """The fraction of all ranks' communication time hidden behind computing; 0 if there is none."""
     pairs = [(communicating(rank), computing(rank)) for rank in trace.ranks.values()]
     total_s = sum(length_s(comm) for comm, _ in pairs)
     hidden_s = sum(length_s(common(comm, compute)) for comm, compute in pairs)
@@ -77,7 +77,7 @@ def overlap(trace: Trace) -> float:
 
 
 def end_of(trace: Trace) -> float:
-    """The last time in the trace, in seconds; 0.0 if it is empty."""
+    """The latest time in the trace, in seconds; 0.0 for an empty trace."""
     times = (
         getattr(record, name)
         for rank in trace.ranks.values()
@@ -89,7 +89,7 @@ def end_of(trace: Trace) -> float:
 
 
 def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
-    """One rank's finished events by group, in lanes within which no two overlap in time."""
+    """One rank's finished events by group, split into lanes of non-overlapping events."""
     lanes_of: dict[str, list[list[CommEvent]]] = {}
     for event in sorted((e for e in events if e.ended_s), key=lambda e: (e.began_s, e.ended_s)):
         group_lanes = lanes_of.setdefault(event.group, [])
@@ -101,13 +101,13 @@ def lanes(events: Iterable[CommEvent]) -> list[tuple[str, list[CommEvent]]]:
 
 
 def peak_memory(rank: RankTrace) -> dict[str, int]:
-    """Bytes by category at the rank's peak; all 0 without memory records."""
+    """Bytes by category at the rank's memory peak; zeros if no memory was recorded."""
     most = max((point.held_bytes for point in rank.memory), key=sum, default=(0,) * len(CATEGORIES))
     return dict(zip(CATEGORIES, most, strict=True))
 
 
 def main_dtype(trace: Trace) -> str | None:
-    """The dtype with the most counted FLOPs; None if none were counted."""
+    """The dtype with the most counted FLOPs; None if no FLOPs were counted."""
     flops: Counter[str] = Counter()
     for rank in trace.ranks.values():
         for operation in rank.operations:
@@ -117,23 +117,23 @@ def main_dtype(trace: Trace) -> str | None:
 
 @dataclass(frozen=True)
 class Split:
-    """The time of one step (the mean over several ranks), in three parts that add up to it.
+    """The time of one step (mean over ranks), in three parts that add up to `step_s`.
 
-    compute_s   the program did not wait: it computed (or, on a real machine, did anything else)
-    exposed_s   it waited while the awaited transfer, or one queued before it, was under way
-    bubble_s    it waited for other ranks and no such transfer was under way, or its step was over
+    compute_s   the rank did not wait: it computed (or, on a real machine, did other work)
+    exposed_s   the rank waited while the awaited or an earlier queued transfer was in progress
+    bubble_s    the rank waited with no such transfer in progress, or was outside its own step
     """
 
     step_s: float
     compute_s: float
     exposed_s: float
     bubble_s: float
-    flops: float | None = None  # on one rank, if they were counted
+    flops: float | None = None  # per rank, if FLOPs were counted
 
     def mfu(self, peak_flops: float) -> float:
-        """Model FLOPs utilization: the counted FLOPs over those that a device of `peak_flops` per
-        second can do in this time. Recomputed FLOPs count twice (a few also in the backward of
-        flash attention): that is hardware utilization. `predict.step_flops` has the model's FLOPs.
+        """Model FLOPs utilization: counted FLOPs / (step time x `peak_flops` in FLOP/s). Recomputed
+        FLOPs (including those of flash attention's backward) count too, so with recomputation this
+        is hardware utilization; `predict.step_flops` returns the FLOPs of the model alone.
         Source: PaLM, arXiv 2204.02311, appendix B. Raises ValueError if no FLOPs were counted."""
         if self.flops is None:
             raise ValueError("no FLOPs were counted in this step; use record(detail_step=...)")
@@ -147,16 +147,16 @@ class Split:
 
 
 def split_of(trace: Trace, step: int | None = None) -> Split:
-    """The split of a step (by default the last), as the mean over all ranks, recorded or alike.
-    Raises ValueError if the step is missing or has not ended on all ranks."""
+    """The split of a step (by default the last): the mean over recorded and represented ranks.
+    Raises ValueError if the step is missing or has not ended on every rank."""
     if not trace.steps():
         raise ValueError("this trace has no steps; a step ends with optimizer.step()")
     ranks = trace.step(trace.steps()[-1] if step is None else step).ranks.values()
     for rank in ranks:
         if not rank.steps or not rank.steps[0].ended_s:
             raise ValueError(f"rank {rank.rank} did not complete the step; choose another step")
-    began_s = min(rank.steps[0].began_s for rank in ranks)  # the first rank
-    ended_s = max(rank.steps[0].ended_s for rank in ranks)  # the last one
+    began_s = min(rank.steps[0].began_s for rank in ranks)  # on the earliest rank
+    ended_s = max(rank.steps[0].ended_s for rank in ranks)  # on the latest rank
     splits = [_split_of_rank(rank, ended_s - began_s) for rank in ranks]
     weights = [1 + len(rank.alike) for rank in ranks]
     names = ["step_s", "compute_s", "exposed_s", "bubble_s"]
@@ -168,7 +168,7 @@ def split_of(trace: Trace, step: int | None = None) -> Split:
 def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
     step = rank.steps[0]
     waits = common(waiting(rank), [(step.began_s, step.ended_s)])
-    absent_s = whole_s - (step.ended_s - step.began_s)  # began later or ended earlier
+    absent_s = whole_s - (step.ended_s - step.began_s)  # outside this rank's own step
     waiting_s = length_s(waits) + absent_s
     exposed_s = length_s(common(waits, _exposing(rank)))
     flops = [span.flops for span in rank.spans if span.flops is not None]
@@ -179,7 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """Waits with a transfer under way: the awaited one or, unless a receive, an earlier one."""
+    """Waits during the awaited transfer or, unless it is a receive, an earlier transfer."""
     exposing, transfers = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

@@ -1,29 +1,29 @@
-"""How a collective moves data, step by step, as plain data. Each rank fills its chunks with its own
-integers, and any sum of them can be decoded (see `number`). As in the alpha-beta model, a rank
-sends one message and receives one per step, and sends only after it has waited for its inputs."""
+"""The movement of data in a collective, step by step. Every rank fills its chunks with distinct
+integers; any sum of these integers can be decoded (see `number`). As in the alpha-beta model, a
+rank sends at most one message and receives at most one per step, after waiting for its inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-MAX_RANKS = 8  # 2 x 8 digits of 4 bits: each counts up to 15
-Key = tuple[int, int, int, int]  # of a message: source, target, tag, count of these before it
-Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None for other memory; value)
+MAX_RANKS = 8  # 2 x 8 digits of 4 bits, each counting up to 15
+Key = tuple[int, int, int, int]  # of a message: source, target, tag, index among equal messages
+Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None outside the buffer; value)
 Kind = Literal["send", "recv", "wait", "end"]
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a chunk holds. `counts`: how often each rank's integer is in its sum (() if it is not a
-    valid sum). `chunk`: the chunk that the integers belong to (None if empty or mixed)."""
+    """Decoded content of a chunk. `counts`: how many times the sum includes each rank's integer (()
+    for an invalid sum). `chunk`: the chunk that the integers belong to (None if empty or mixed)."""
 
     counts: tuple[int, ...]
     chunk: int | None
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks with an integer in the sum."""
+        """The ranks whose integers are in the sum."""
         return tuple(rank for rank, count in enumerate(self.counts) if count)
 
     @property
@@ -31,14 +31,14 @@ class Content:
         return bool(self.counts) and not any(self.counts)
 
     def is_right_in(self, place: int) -> bool:
-        """Whether chunk `place` may hold this: nothing, or its own integers, each once."""
+        """Whether this is valid in chunk `place`: empty, or that chunk's integers, each once."""
         return self.is_empty or (self.chunk == place and max(self.counts) == 1)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message from rank `source` to `target`. `contents` are pairs (place, content): place is the
-    chunk of the sender's buffer, None for other memory."""
+    """A message from rank `source` to `target`. `contents` are pairs (place, content), where place
+    is the chunk in the sender's buffer (None outside the buffer)."""
 
     source: int
     target: int
@@ -46,14 +46,14 @@ class Message:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks in the message, by their place or else by their content."""
+        """The chunks in the message, identified by place or, outside the buffer, by content."""
         chunks = (content.chunk if place is None else place for place, content in self.contents)
         return tuple(chunk for chunk in chunks if chunk is not None)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """One step: its messages, and what each rank holds afterwards, `held[rank][chunk]`."""
+    """One step: its messages, and the contents after the step, `held[rank][chunk]`."""
 
     messages: tuple[Message, ...]
     held: tuple[tuple[Content, ...], ...]
@@ -61,7 +61,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Movement:
-    """A recorded collective on `size` ranks: the initial contents, and the steps."""
+    """A recorded collective on `size` ranks: initial contents and steps."""
 
     name: str
     size: int
@@ -70,7 +70,7 @@ class Movement:
 
     @property
     def sent_chunks(self) -> list[int]:
-        """The number of chunks each rank sent."""
+        """The number of chunks sent per rank."""
         messages = [message for frame in self.frames for message in frame.messages]
         return [
             sum(len(message.contents) for message in messages if message.source == rank)
@@ -87,8 +87,8 @@ class Movement:
 
 @dataclass(frozen=True)
 class Note:
-    """One action of a rank: it posted a send or a receive, waited for one, or ended. `buffer` is
-    its buffer before the action."""
+    """One action of a rank: it posted a send or a receive, waited for a message, or ended.
+    `buffer`: the contents of the rank's buffer before the action."""
 
     kind: Kind
     buffer: tuple[int, ...]
@@ -97,16 +97,16 @@ class Note:
 
 
 def number(rank: int, chunk: int, size: int) -> int:
-    """The int64 that `rank` puts into chunk `chunk` of n: D^rank + D^(n + chunk), D = 2^(64 // 2n).
-    In a sum, the lower n digits count the integers of each rank, the upper n those of each chunk,
-    which reveals an element added twice or in the place of another chunk."""
+    """The int64 of `rank` in chunk `chunk` of n = `size`: D^rank + D^(n + chunk), D = 2^(64 // 2n).
+    In a sum, the lower n digits count integers per rank and the upper n digits count integers per
+    chunk, which reveals an element that was added twice or to the wrong chunk."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
     return value - (1 << 64) if value >> 63 else value
 
 
 def content_of(value: int, size: int) -> Content:
-    """Decode a sum of such integers."""
+    """Decode a sum of the integers from `number`."""
     bits, value = 64 // (2 * size), value & (1 << 64) - 1
     digits = [value >> k * bits & (1 << bits) - 1 for k in range(2 * size)]
     counts, chunks = digits[:size], digits[size:]
@@ -117,7 +117,7 @@ def content_of(value: int, size: int) -> Content:
 
 
 def movement_of(name: str, logs: Sequence[Sequence[Note]]) -> Movement:
-    """Build the movement from the notes of all ranks."""
+    """Build the movement from every rank's notes."""
     size = len(logs)
     step_of, clocks = _in_steps(logs)
     steps = max(step_of.values(), default=0)
@@ -138,8 +138,8 @@ def _row(cells: Sequence[int], size: int) -> tuple[Content, ...]:
 
 def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
     """The step of each message, from 1, and each rank's clock after each note: the last step it has
-    waited for. A message goes in the first step after the clocks of both ends, as they posted it,
-    in which its sender sends and its receiver receives nothing else."""
+    waited for. A message is assigned to the first step after both ends' clocks at posting in
+    which the sender sends nothing else and the receiver receives nothing else."""
     step_of: dict[Key, int] = {}
     posted: dict[Key, list[int]] = {}
     sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -165,7 +165,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
                     posted.setdefault(note.message, []).append(now)
                 elif note.kind == "wait":
                     if len(posted.get(note.message, [])) < 2:
-                        break  # the other end posts later
+                        break  # the other end has not posted yet
                     now = max(now, schedule(note.message))
                 clock.append(now)
                 moved = True
@@ -177,7 +177,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """Contents of a rank after each step: per chunk the last value in the buffer or sent."""
+    """A rank's contents after each step: per chunk, the last value in the buffer or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):
@@ -189,6 +189,6 @@ def _held(
             label = content_of(value, size).chunk
             if place is None and label is not None:
                 cells[label] = value
-        # before this wait, no message of `step` had arrived
+        # no message of `step` had arrived before this wait
         after += [_row(cells, size)] * (step - 1 - len(after))
     return after + [_row(cells, size)] * (steps - len(after))

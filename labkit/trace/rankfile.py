@@ -1,14 +1,14 @@
-"""The record file of one rank: JSON lines, appended while the rank runs.
+"""The record file of a rank: JSON lines, appended while the rank runs.
 
     {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
-    ["step",0, 0,81.25,0.0,false]       kind, number, then the columns of this kind
+    ["step",0, 0,81.25,0.0,false]       kind, record number, columns of this kind
     ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
-    ["step",0, 0,81.25,81.5,false]      number 0 again, now ended: the later line wins
-    ["end",2]                           the end mark: 2 records were written
+    ["step",0, 0,81.25,81.5,false]      record 0 has ended: the later line wins
+    ["end",2]                           end mark: 2 records were written
 
-The file is ASCII, and each line is written at once: a truncated file can be read up to the cut.
-The header names the columns; unknown ones are skipped. Times are seconds on the machine's monotonic
-clock; `clock` gives one moment on it and in Unix time.
+The file is ASCII and written in whole lines: a truncated file can be read up to the cut. The header
+names the columns; readers skip unknown columns. Times are seconds on the machine's monotonic clock;
+`clock` is one moment on that clock and in Unix time.
 """
 
 import json
@@ -27,25 +27,25 @@ KINDS: dict[str, Any] = {
     "step": Step, "span": Span, "comm": CommEvent, "memory": MemoryPoint, "operation": Operation
 }  # fmt: skip
 KIND_OF = {record: kind for kind, record in KINDS.items()}
-TYPES = {kind: get_type_hints(record) for kind, record in KINDS.items()}  # of the columns
-MAX_RANKS, MAX_INT, MAX_TIME_S = 1 << 17, 1 << 60, 4e9  # valid in a file: ranks, int, time
+TYPES = {kind: get_type_hints(record) for kind, record in KINDS.items()}  # column types per kind
+MAX_RANKS, MAX_INT, MAX_TIME_S = 1 << 17, 1 << 60, 4e9  # limits for values in a file
 
 _line = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class RankFile:
-    """Writes `rank<n>.jsonl` of `trace` in the run folder `path`. Not thread-safe.
+    """Writes `rank<n>.jsonl` for `trace` in the run folder `path`. Not thread-safe.
 
-    An open record (`ended_s` is 0.0) is written, and again by the first `append` or `close` after
-    its end: set `ended_s` last. `clock`: (monotonic, Unix) seconds of one moment; None: now.
-    Raises ValueError if the file exists.
+    An open record (`ended_s` is 0.0) is written immediately, then rewritten by the first `append`
+    or `close` after its end: set `ended_s` last. `clock`: one moment as (monotonic, Unix) seconds;
+    None: now. Raises ValueError if the file exists.
     """
 
     def __init__(
         self, path: str | Path, trace: RankTrace, clock: tuple[float, float] | None = None
     ):
         self.path = Path(path) / f"rank{trace.rank}.jsonl"
-        self._open: dict[int, tuple[int, Record]] = {}  # id -> number, record
+        self._open: dict[int, tuple[int, Record]] = {}  # id -> record number, record
         self._count = 0
         monotonic_s, unix_s = clock or (time.monotonic(), time.time())
         header = {
@@ -67,17 +67,17 @@ class RankFile:
         self._write([header])
 
     def append(self, records: Iterable[Record] = ()) -> None:
-        """Write `records`, and earlier ones that have ended since; then flush."""
+        """Write `records` and earlier records that have ended since, then flush."""
         ended = [record for _, record in self._open.values() if not _is_open(record)]
         self._write([self._row(record) for record in (*ended, *records)])
 
     def mark_end(self) -> None:
-        """Write the end mark: the file is complete, unless more records are appended."""
+        """Write the end mark, which declares the file complete until more records follow."""
         self.append()
         self._write([["end", self._count]])
 
     def close(self) -> None:
-        """Write records that ended; without an end mark, the file reads as cut off."""
+        """Write ended records and close; without an end mark, the file is read as cut off."""
         if not self._file.closed:
             self.append()
             self._file.close()
@@ -85,7 +85,7 @@ class RankFile:
     def _row(self, record: Record) -> list[Any]:
         number, _ = self._open.pop(id(record), (self._count, record))
         self._count += number == self._count
-        if _is_open(record):  # checked before its values are read: it may end meanwhile
+        if _is_open(record):  # check before reading: the record may end meanwhile
             self._open[id(record)] = (number, record)
         kind = KIND_OF[type(record)]
         return [kind, number, *(_packed(getattr(record, name)) for name in TYPES[kind])]
@@ -99,9 +99,9 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recur
 
 
 def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
-    """Returns (trace, offset_s, problems): the readable records, with the file's times; Unix time
-    minus the host's monotonic time; a sentence for each problem. Raises OSError, and ValueError for
-    an invalid header or that of another rank."""
+    """Returns (trace, offset_s, problems): the readable records with the file's times, Unix time
+    minus the host's monotonic time, and one sentence per problem. Raises OSError; ValueError for an
+    invalid header, or a header that contradicts the file name."""
     lines = read_file(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()
@@ -132,7 +132,7 @@ def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
             if kind == "end":
                 ended_after = number
             elif kind in columns and kind not in KINDS:
-                records[number] = None  # written by a newer labkit
+                records[number] = None  # a kind from a newer labkit
             else:
                 records[number] = _record(kind, columns[kind], values, ranges)
         except _UNREADABLE:
@@ -162,7 +162,7 @@ def _problems(
 
 
 def _record(kind: str, columns: list[str], values: list[Any], ranges: "_Ranges") -> Record:
-    """Parse a line. Raises ValueError for invalid types, sizes, phases, categories or ranks."""
+    """Parse one record. Raises ValueError for invalid types, sizes, phases or ranks."""
     known = {}
     for name, value in zip(columns, values, strict=True):
         wanted = TYPES[kind].get(name)
@@ -194,7 +194,7 @@ def _is_open(record: Record) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """Encode evenly spaced ranks as "first:stop:step": a group of 1024 takes 8 bytes."""
+    """Encode evenly spaced ranks as "first:stop:step", so 1024 ranks take 8 bytes."""
     if isinstance(value, tuple) and len(value) > 3:
         step = value[1] - value[0]
         if step > 0 and value == tuple(range(value[0], value[-1] + 1, step)):
@@ -203,9 +203,9 @@ def _packed(value: Any) -> Any:
 
 
 class _Ranges(dict[str, tuple[int, ...]]):
-    """The ranges of one file, "first:stop:step" -> ranks; equal ranges share a tuple."""
+    """A cache per file: "first:stop:step" -> ranks; equal ranges share one tuple."""
 
-    left = 1 << 20  # ranks still allowed
+    left = 1 << 20  # ranks that may still be unpacked
 
     def unpack(self, value: Any) -> tuple[int, ...]:
         return self[value] if isinstance(value, str) else tuple(valid(x, int) for x in value)
@@ -220,9 +220,9 @@ class _Ranges(dict[str, tuple[int, ...]]):
 
 
 def valid(value: Any, wanted: Any) -> Any:
-    """`value` as the type `wanted`. Raises ValueError for another type or an impossible size."""
+    """`value` as type `wanted`. Raises ValueError for a wrong type or a value out of range."""
     if wanted is float:
-        if type(value) in (int, float) and abs(value) <= MAX_TIME_S:  # NaN is not
+        if type(value) in (int, float) and abs(value) <= MAX_TIME_S:  # false for NaN
             return float(value)
     elif type(value) is int and abs(value) > MAX_INT:
         pass

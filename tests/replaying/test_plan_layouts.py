@@ -61,9 +61,9 @@ def test_named_values_are_those_alone() -> None:
 
 test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
-    ({"tp": 5}, "tp=5: 96 heads do not divide by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
-    ({"pp": (2, 7)}, "pp=7: 96 blocks do not divide by 7; 1, 2, 3"),
-    ({"dp": 5}, "dp=5: 1536 rows do not divide by 5"),
+    ({"tp": 5}, "tp=5: 96 heads are not divisible by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+    ({"pp": (2, 7)}, "pp=7: 96 blocks are not divisible by 7; 1, 2, 3"),
+    ({"dp": 5}, "dp=5: 1536 rows are not divisible by 5"),
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),
     ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
@@ -77,7 +77,7 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"global_batch": -1}, "global_batch=-1: give a whole number"),
     (
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
-        "sequence=True: 7 positions do not divide over tp",
+        "sequence=True: 7 positions are not divisible by tp",
     ),
     ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
 )

@@ -1,13 +1,13 @@
-"""The clock of a pipeline of many micro-batches: when each stage ends, and what it waited for.
+"""Timing of a pipeline with many micro-batches: when each stage ends, and its waits.
 
-    stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after the warm-up, rounds of one
-    stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                forward and one backward
+    stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after warm-up, each round is
+    stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                one forward and one backward
 
-Once all stages repeat their rounds of c micro-batches ago, a constant time later, they always will.
-So the clock runs until it finds this period, and inserts it for the remaining micro-batches: the
-same times as `labkit.replaying.engine`, computed a hundred times faster.
+Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they do so
+forever. The simulation stops at this period and inserts it for the remaining micro-batches, which
+yields the times of `labkit.replaying.engine` a hundred times faster.
 
-    waits       ├─ bubble: the neighbor has not sent it yet ──┼─ pipeline: it is on its way ─┤
+    waits       ├─ bubble: neighbor has not sent yet ─┼─ pipeline: message in flight ─┤
 """
 
 from dataclasses import dataclass
@@ -24,33 +24,33 @@ ROUNDING = 1e-12  # relative to the time so far
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds by stage. Times count from the beginning of the step."""
+    """Seconds per stage. Times count from the beginning of the step."""
 
     ended_s: Array  # [p] end of the last backward
-    bubble_s: Array  # [p] waited until then for a stage that had not sent yet
-    pipeline_s: Array  # [p] waited for a message on its way
-    last_s: Array  # [p, v] begin of the last backward of each chunk
+    bubble_s: Array  # [p] total wait until ended_s for messages not yet sent
+    pipeline_s: Array  # [p] total wait until ended_s for messages in flight
+    last_s: Array  # [p, v] begin of each chunk's last backward
 
 
 class _Compiled(NamedTuple):
-    """A schedule in executable order. Action 0 is the start of the step."""
+    """A schedule in execution order. Action 0 is the start of the step."""
 
     before: list[int]  # the previous action on the same stage
-    needed: list[int]  # the action that sends its input; 0: none
-    takes: list[int]  # index of its seconds, 2 x virtual stage + (backward)
-    over: list[int]  # index of its message's seconds; p: none
-    of_stage: Array  # [p, 2mv] the actions of each stage, in order
-    warm_up: Array  # [p] actions before the first round
-    lasts: Array  # [p, v] the last backward of each chunk of each stage
+    needed: list[int]  # the action that sends the input; 0: none
+    takes: list[int]  # index of the action's seconds, 2 x virtual stage + (backward)
+    over: list[int]  # index of the input message's seconds; p: none
+    of_stage: Array  # [p, 2mv] actions per stage, in order
+    warm_up: Array  # [p] number of actions before the first round
+    lasts: Array  # [p, v] the last backward per stage and chunk
 
     def rounds(self, begin: int, end: int) -> Array:
-        """[p, 2 (end - begin)] the actions of each stage in rounds `begin` to `end`."""
+        """[p, 2 (end - begin)] actions per stage in rounds `begin` to `end` - 1."""
         columns = self.warm_up[:, None] + np.arange(2 * begin, 2 * end)
         return np.take_along_axis(self.of_stage, columns, axis=1)
 
 
 def schedule_of(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """1F1B, or interleaved 1F1B with several chunks."""
+    """1F1B, or interleaved 1F1B if `chunks` > 1."""
     return schedule("interleaved" if chunks > 1 else "1f1b", stages, microbatches, chunks)
 
 
@@ -100,8 +100,8 @@ class _Simulated:
         self.pipeline = self.began - free - self.bubble
 
     def period(self, last: int, chunks: int) -> int | None:
-        """Micro-batches after which all stages repeat, a constant time later; None if they do not
-        yet. `last`: the last round of all stages."""
+        """The number of micro-batches after which all stages repeat, shifted by a constant time;
+        None if no period is found yet. `last`: the last round that every stage completes."""
         stages = len(self.compiled.of_stage)
         window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
         by_round = self.ended[self.compiled.rounds(0, last + 1)]
@@ -118,12 +118,12 @@ class _Simulated:
 def pipeline_timing(
     microbatches: int, forward_s: Array, backward_s: Array, messages_s: Array
 ) -> Timing:
-    """The timing of 1F1B, interleaved with several chunks. Raises ValueError as the schedules do.
+    """The timing of 1F1B, interleaved if v > 1. Raises ValueError for an invalid schedule.
 
     Args:
-        forward_s, backward_s: [p, v], of a micro-batch on each chunk of each stage.
-        messages_s: [p], of a message between stage k and k + 1, either way; the last entry is
-            between the last stage and the first.
+        forward_s, backward_s: [p, v] seconds of one micro-batch per stage and chunk.
+        messages_s: [p] seconds of a message between stages k and k + 1, in either direction; the
+            last entry is for messages between the last stage and the first.
     """
     stages, chunks = forward_s.shape
     seconds = np.stack([forward_s.T, backward_s.T], axis=-1).ravel().tolist()

@@ -1,8 +1,8 @@
-"""One layer of a model at scale, recorded without data: what it computes, sends and keeps.
+"""One layer of a model at scale, recorded without data: computing, bytes sent, and memory.
 
-Each of the three kinds of layers is recorded once: labkit's own code, between a source of its input
-and a sink for its output. A stage computes, sends and keeps the sum over its layers, to
-the byte. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
+Each of the three kinds of layers is recorded once, by running labkit's code between a source of the
+input and a sink for the output. A stage's computing, bytes sent and memory are exact sums over its
+layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
 two moments. Dropout is 0.
 """
 
@@ -32,35 +32,35 @@ from labkit.trace import RankTrace
 from labkit.trace.recording import span
 
 Kind = Literal["embedding", "block", "head"]
-Bytes = tuple[int, ...]  # by category, as labkit.trace.CATEGORIES
+Bytes = tuple[int, ...]  # by category, in the order of labkit.trace.CATEGORIES
 DTYPE = torch.bfloat16
 ELEMENT_BYTES = 2
-GRADIENT = "gradient"  # the name of a span that marks a complete gradient
+GRADIENT = "gradient"  # prefix of the span names that mark a completed gradient
 
 
 class Shape(NamedTuple):
-    """All that the recording of a layer depends on; sizes are those of the unsharded layer."""
+    """All parameters that determine a layer's recording; sizes are for the unsharded layer."""
 
     kind: Kind
     width: int
     rows: int
     context: int
     tp: int = 1
-    sequence: bool = False  # parallelism
-    heads: int = 1  # of a block
+    sequence: bool = False  # sequence parallelism
+    heads: int = 1  # for a block
     recompute: str = "none"
-    core: str = "fused"  # attention; "plain" stores every score
-    vocab: int = 1  # of an embedding or a head
+    core: str = "fused"  # attention kernel; "plain" stores every score
+    vocab: int = 1  # for an embedding or a head
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or backward of one micro-batch, or the optimizer's step."""
+    """The forward or backward pass of one micro-batch, or the optimizer step."""
 
-    # In order: ("compute", Operation), ("issue" or "wait", CommEvent), and for a complete gradient
-    # ("gradient", elements).
+    # In order of time: ("compute", Operation), ("issue" or "wait", CommEvent), and ("gradient",
+    # elements) for a completed gradient.
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes  # at the peak, above what was held before the forward or the step
+    peak: Bytes  # peak, minus the bytes held before the forward or the step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]
@@ -68,7 +68,7 @@ class LayerPass:
 
 @dataclass(frozen=True)
 class Layer:
-    """A recorded layer. `kept`: bytes from forward to backward of a micro-batch, with its input."""
+    """A recorded layer. `kept`: bytes (input included) kept from forward to backward."""
 
     forward: LayerPass
     backward: LayerPass
@@ -76,18 +76,18 @@ class Layer:
 
     @cached_property
     def gradients(self) -> list[int]:
-        """Elements of each parameter on this rank, in the order in which gradients complete."""
+        """Elements per parameter on this rank, in the order in which gradients complete."""
         return self.backward.all_of("gradient")
 
     @cached_property
     def sent_bytes(self) -> int:
-        """Bus bytes of rank 0, per micro-batch."""
+        """Bus bytes of rank 0 per micro-batch."""
         issued = [*self.forward.all_of("issue"), *self.backward.all_of("issue")]
         return sum(event.bus_bytes for event in issued)
 
 
 def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> Shape:
-    """The shape of this kind of layer in `layout`, for one micro-batch."""
+    """The shape of a `kind` layer in `layout`, for one micro-batch."""
     sequence = layout.sequence and layout.tp > 1
     common = kind, sizes.width, layout.microbatch, sizes.context, layout.tp, sequence
     if kind == "block":
@@ -97,35 +97,35 @@ def shape_of(kind: Kind, sizes: Sizes, layout: Layout, core: str = "fused") -> S
 
 @lru_cache(maxsize=4096)
 def recorded(shape: Shape) -> Layer:
-    """The layer of this shape. Raises ValueError for sizes that do not divide."""
+    """Record a layer of this shape. Raises ValueError for sizes not divisible by tp."""
     return record_layers([shape])
 
 
 def record_layers(shapes: Sequence[Shape]) -> Layer:
-    """Record these layers one after the other: a whole stage."""
+    """Record consecutive layers, such as a whole stage."""
     return _layer_of(dry_run(_micro_batch, shapes, ranks=shapes[0].tp).ranks[0])
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
-    """One rank's forward and backward. Gradients exist from the start, as in DDP's buckets."""
+    """One rank's forward and backward. Gradients are preallocated, as in DDP's buckets."""
     stage = _Stage(shapes)
     for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
         parameter.register_post_accumulate_grad_hook(_mark_complete)
     optimizer = torch.optim.SGD([stage.anchor], lr=0.0)
-    optimizer.step()  # ends step 0, in which the model was built
+    optimizer.step()  # ends step 0, which built the model
     end = stage()
     end.backward(torch.empty_like(end))
     optimizer.step()
 
 
 def _mark_complete(parameter: Tensor) -> None:
-    with span(f"{GRADIENT} {parameter.numel()}"):  # empty
+    with span(f"{GRADIENT} {parameter.numel()}"):  # an empty span as a marker
         pass
 
 
 class _Stage(nn.Module):
-    """Layers of a GPT between a source and a sink: one rank of a pipeline."""
+    """Layers of a GPT between a source and a sink: one rank of a pipeline stage."""
 
     def __init__(self, shapes: Sequence[Shape]):
         super().__init__()
@@ -144,7 +144,7 @@ class _Stage(nn.Module):
             if shape.recompute == "full":
                 Recompute(block, blocks=[block])
             blocks.append(block)
-        self.anchor = nn.Parameter(torch.empty(0))  # gives the source's output a gradient
+        self.anchor = nn.Parameter(torch.empty(0))  # makes the source's output require a gradient
 
     def forward(self) -> Any:
         first, layers = self.first, self.layers
@@ -166,12 +166,12 @@ class _Stage(nn.Module):
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
-    """A bfloat16 GPT with these layers, sharded over the ranks, and small others; never tied."""
+    """An untied bfloat16 GPT with these layers, sharded over the ranks; other layers are small."""
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
     default = torch.get_default_dtype()
-    with ExitStack() as patches:  # parameters without values: no random init, no broadcast
+    with ExitStack() as patches:  # parameters have no values: skip random init and broadcast
         for kind in (GPT, nn.Linear, nn.Embedding, nn.LayerNorm):
             patches.enter_context(patch.object(kind, "reset_parameters", lambda *_: None))
         patches.enter_context(patch.object(ownership, "broadcast_tensors", lambda *_: None))
@@ -184,7 +184,7 @@ def _model(shapes: Sequence[Shape]) -> GPT:
 
 
 class _Source(torch.autograd.Function):
-    """Makes an input [b, s, w]; drops its gradient."""
+    """Creates an input [b, s, w] and drops its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *shape: int) -> Tensor:
@@ -196,7 +196,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sink(torch.autograd.Function):
-    """Takes an output and makes its gradient."""
+    """Consumes an output and creates its gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """The second step of `MasterWeights` with AdamW, on parameters of these sizes in elements."""
+    """The second step of `MasterWeights` with AdamW on parameters with these element counts."""
     rank_trace = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in rank_trace.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in rank_trace.memory]

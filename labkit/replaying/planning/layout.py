@@ -1,12 +1,12 @@
-"""How a model is laid out on a cluster, and all layouts of a given number of ranks.
+"""The layout of a model on a cluster, and all layouts for a given number of ranks.
 
     Layout(tp=8, pp=8, dp=16, microbatch=1)      1,024 ranks, tensor parallelism innermost
-    a batch of 1536 rows   over dp 16:  96 rows for each replica, 96 micro-batches of 1
-    a model of 96 blocks   over pp 8:   12 blocks on each stage, each sharded over tp 8
+    a batch of 1536 rows   over dp 16:  96 rows per replica, in 96 micro-batches of 1 row
+    a model of 96 blocks   over pp 8:   12 blocks per stage, each block sharded over tp 8
 
-On an axis of one rank, its options keep their defaults: ZeRO, sequence parallelism, chunks. By
-default, micro-batches and chunks are powers of two, and micro-batches stop growing at 16,384
-positions, where a matmul in tiles of 128 runs at 99 % of its speed (arXiv 2104.04473, section 3.4).
+If an axis has one rank, its options (ZeRO, sequence parallelism, chunks) keep their defaults. By
+default, micro-batches and chunks are powers of two, and micro-batches have at most 16,384
+positions, where a matmul in tiles of 128 reaches 99 % of its speed (arXiv 2104.04473, section 3.4).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,15 +19,15 @@ from labkit.predict.transformer import parameters, step_flops
 
 ZERO_STAGES = (0, 1)
 RECOMPUTE = ("none", "full")
-MAX_POSITIONS = 16_384  # of a micro-batch
+MAX_POSITIONS = 16_384  # per micro-batch
 
-Several = int | Iterable[int] | None  # None: all that divide
-Wanted = Mapping[str, tuple[int, ...]]  # empty: all that divide
+Several = int | Iterable[int] | None  # None: every valid value
+Wanted = Mapping[str, tuple[int, ...]]  # empty: every valid value
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a GPT, as labkit.GPT(vocab, width, depth, heads, context) takes them."""
+    """The sizes of a GPT: the arguments of labkit.GPT(vocab, width, depth, heads, context)."""
 
     width: int
     depth: int
@@ -43,22 +43,22 @@ class Sizes:
         )
 
     def step_flops(self, rows: int) -> float:
-        """FLOPs of a step on `rows` rows, without recomputation."""
+        """FLOPs per step on `rows` rows, without recomputation."""
         return step_flops(self.vocab, self.width, self.depth, self.heads, rows, self.context)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, and the options of each.
+    """The number of ranks per axis, and options.
 
     Attributes:
         tp, pp, dp: ranks of tensor, pipeline and data parallelism.
         microbatch: rows of one micro-batch.
-        chunks: per stage (interleaved 1F1B); 1 is plain 1F1B.
-        zero: 0 for DDP, or 1 for ZeRO's stage 1 over dp.
-        sequence: sequence parallelism, over tp.
+        chunks: model chunks per stage (interleaved 1F1B); 1 is plain 1F1B.
+        zero: 0 for DDP, 1 for ZeRO stage 1 over dp.
+        sequence: whether to use sequence parallelism over tp.
         recompute: "none" or "full" (each block keeps only its input).
-        scatter_gather: a message between stages is sharded over tp, and gathered on arrival.
+        scatter_gather: whether messages between stages are sharded over tp, then all-gathered.
     """
 
     tp: int = 1
@@ -77,16 +77,16 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Shards of the optimizer state: dp with ZeRO, else 1."""
+        """Number of optimizer-state shards: dp with ZeRO, else 1."""
         return self.dp if self.zero else 1
 
     @property
     def gathers_messages(self) -> bool:
-        """Whether a stage all-gathers each message over tp (scatter/gather)."""
+        """Whether stages all-gather received messages over tp (scatter/gather)."""
         return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
 
     def microbatches(self, global_batch: int) -> int:
-        """Micro-batches per replica in a step on `global_batch` rows."""
+        """Micro-batches per replica and step of `global_batch` rows."""
         return global_batch // (self.dp * self.microbatch)
 
     @property
@@ -95,7 +95,7 @@ class Layout:
 
 
 def described(layout: Layout) -> str:
-    """The layout as text, with every option that is not the default."""
+    """The layout as text, including options that differ from their defaults."""
     choices = {
         f"{layout.chunks} chunks": layout.chunks > 1,
         f"zero {layout.zero}": layout.zero,
@@ -119,19 +119,19 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """All layouts of `ranks` ranks that divide the model and batch, even where they do not fit.
+    """Every layout of `ranks` ranks that divides model and batch, even if memory is exceeded.
 
     Args:
-        global_batch: rows of a step, over all replicas.
-        tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): a value, or several to
-            choose from; all if None.
-        sequence: with sequence parallelism or without; both if None.
+        global_batch: rows per step, over all replicas.
+        tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): one allowed value, or
+            several; every valid value if None.
+        sequence: with or without sequence parallelism; both if None.
 
-    Raises ValueError for an impossible value, and where no layout is left, naming the nearest
-    numbers of ranks that have one.
+    Raises ValueError for an invalid value, and if no layout remains (naming the nearest rank counts
+    that have a layout).
     """
     check_counts(ranks=ranks, global_batch=global_batch)
-    assert sizes.parameters  # raises ValueError where the heads do not divide the width
+    assert sizes.parameters  # raises ValueError unless the heads divide the width
     wanted: Wanted = {
         "tp": _divisors_of("tp", tp, sizes.heads, "heads"),
         "pp": _divisors_of("pp", pp, sizes.depth, "blocks"),
@@ -166,14 +166,14 @@ def layouts(
     ]
     if not every:
         raise ValueError(
-            f"sequence=True: {sizes.context} positions do not divide over tp "
+            f"sequence=True: {sizes.context} positions are not divisible by tp "
             f"{_either(sorted({layout.tp for layout in of_ranks}))}; choose another context"
         )
     return every
 
 
 def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
-    """Layouts by axes, micro-batch and chunks, with other options at their defaults."""
+    """Layouts that vary axes, micro-batch and chunks; other options at their defaults."""
     for tp, pp in product(
         wanted["tp"] or divisors(sizes.heads), wanted["pp"] or divisors(sizes.depth)
     ):
@@ -188,7 +188,7 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
             for chunks in (
                 (wanted["chunks"] or powers_of_two(sizes.depth // pp)) if pp > 1 else (1,)
             ):
-                # Interleaved, a stage goes through its micro-batches in groups of pp.
+                # Interleaved stages process micro-batches in groups of pp.
                 if sizes.depth % (pp * chunks) or (chunks > 1 and rows // microbatch % pp):
                     continue
                 yield Layout(tp, pp, dp, microbatch, chunks)
@@ -206,7 +206,7 @@ def powers_of_two(number: int) -> list[int]:
 
 
 def several(given: Any) -> tuple[Any, ...]:
-    """One or more values as a tuple, each once; empty for None."""
+    """One or more values as a tuple without duplicates; empty for None."""
     if given is None:
         return ()
     return (given,) if isinstance(given, int | str) else tuple(dict.fromkeys(given))
@@ -220,14 +220,14 @@ def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, .
         check_counts(**{name: number})
         if whole % number:
             raise ValueError(
-                f"{name}={number}: {whole} {of} do not divide by {number}; "
+                f"{name}={number}: {whole} {of} are not divisible by {number}; "
                 f"{_either(divisors(whole))} would do"
             )
     return numbers
 
 
 def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> str:
-    """An error message: what does not divide, and the nearest numbers of ranks that do."""
+    """An error message: the divisibility rules, and the nearest rank counts with a layout."""
     named = [f"{name} {_either(numbers)}" for name, numbers in wanted.items() if numbers]
     counts = {
         tp * pp * dp
@@ -250,6 +250,6 @@ def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> s
 
 
 def _either(numbers: Iterable[int]) -> str:
-    """ "1, 2 or 4"."""
+    """As "1, 2 or 4"."""
     *rest, last = [str(number) for number in numbers]
     return f"{', '.join(rest)} or {last}" if rest else last

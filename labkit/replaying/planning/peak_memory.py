@@ -1,12 +1,12 @@
-"""Peak memory of a rank in a layout, from the recordings of its layers.
+"""Peak memory of a rank in a layout, computed from recorded layers.
 
-    states        2 + 2 + 12 bytes per parameter, less what ZeRO shards over dp
-    in flight     kept by layers for each micro-batch from its forward to its backward
-    working       peak of a layer or the optimizer: the logits, or a recomputed block
-    messages      one being sent, and one received early
-    tied          ZeRO's shard of a tied embedding's gradient, once more, on both end stages
+    states        2 + 2 + 12 bytes per parameter; ZeRO shards the 12 over dp
+    in flight     kept by the layers per micro-batch, from its forward to its backward
+    working       temporary peak of a layer or the optimizer, as for logits or a recomputed block
+    messages      one being sent and one received early
+    tied          a second copy of ZeRO's tied-embedding gradient shard, on both end stages
 
-Not counted: the batch of tokens, and the device's own software.
+The batch of tokens and the device's software (CUDA context, libraries) are not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from labkit.replaying.planning.step_model import StepModel
 from labkit.trace import CATEGORIES
 
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # bf16; bf16; fp32 and two moments
-STEP_COUNT_BYTES = 4  # Adam's, for each tensor; with ZeRO a rank has a part of these
+STEP_COUNT_BYTES = 4  # Adam's, per tensor; an upper bound with ZeRO
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, OTHER = map(
     CATEGORIES.index,
     ("parameters", "gradients", "optimizer state", "communication buffers", "other"),
@@ -29,12 +29,12 @@ PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, OTHER = map(
 
 Held = np.ndarray  # bytes by category: [len(CATEGORIES)]
 InFlight = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each chunk at work, the micro-batches in flight on all chunks of its stage besides the one it
-works on, at their maximum."""
+"""(working chunk, micro-batches in flight per chunk of the stage), at the maximum of their sum. The
+micro-batch in progress is not counted."""
 
 
 def peak_memory(model: StepModel) -> Mapping[str, float]:
-    """Bytes by category, on a rank of the fullest stage."""
+    """Bytes by category, on a rank of the stage with the highest peak."""
     layout = model.layout
     in_flight = _in_flight(layout.pp, min(model.microbatches, 2 * layout.pp), layout.chunks)
     stages = zip(model.stages, in_flight, strict=True)
@@ -58,7 +58,7 @@ def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> H
     states[OPTIMIZER] = MASTER_BYTES * elements // shards + STEP_COUNT_BYTES * tensors
     kept, working = zip(*(_microbatch(chunk) for chunk in chunks), strict=True)
     updates = [recorded_update(tuple(layer.gradients)).peak for layer, _ in layers]
-    moments = [np.array(max(updates, key=sum))]  # of the optimizer: nothing is in flight then
+    moments = [np.array(max(updates, key=sum))]  # optimizer step: no micro-batch in flight
     for chunk, counts in in_flight:
         moments.append(working[chunk] + sum(n * k for n, k in zip(counts, kept, strict=True)))
     return states + max(moments, key=np.sum)
@@ -66,10 +66,10 @@ def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> H
 
 @lru_cache(maxsize=4096)
 def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
-    """Bytes kept from a micro-batch's forward to its backward, and its peak in either."""
+    """Bytes kept from a micro-batch's forward to its backward, and its peak in both passes."""
     kept = most = np.zeros(len(CATEGORIES), dtype=int)
     for layer, count in chunk.recorded():
-        before = kept + (count - 1) * np.array(layer.kept)  # when its last copy works
+        before = kept + (count - 1) * np.array(layer.kept)  # when the last of `count` layers runs
         peaks = [before + peak for peak in (layer.forward.peak, layer.backward.peak)]
         most = max(most, *peaks, key=np.sum)
         kept = before + layer.kept
@@ -78,7 +78,7 @@ def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
 
 @lru_cache(maxsize=1024)
 def _in_flight(stages: int, microbatches: int, chunks: int) -> tuple[InFlight, ...]:
-    """Micro-batches in flight on each stage, in 1F1B or interleaved with several chunks."""
+    """Micro-batches in flight per stage, in 1F1B, or interleaved 1F1B if `chunks` > 1."""
     if chunks == 1:
         return tuple(((0, (min(stages - stage, microbatches) - 1,)),) for stage in range(stages))
     by_stage = []

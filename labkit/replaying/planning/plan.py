@@ -1,4 +1,4 @@
-"""Results of planning (ranking.py), as tables and as JSON: a ranked `Plan`, or a `Fit`."""
+"""Planning results (ranking.py) as tables and JSON: a ranked `Plan`, or a `Fit`."""
 
 import json
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit. `memory_bytes` by category are a lower bound if `at_least`."""
+    """A layout that does not fit. `memory_bytes` per category; a lower bound if `at_least`."""
 
     layout: Layout
     memory_bytes: Mapping[str, float]
@@ -36,10 +36,10 @@ class TooLarge:
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a model fits, in the layout with the lowest peak; or the largest model that fits."""
+    """The layout with the lowest peak and whether it fits; or the largest model that fits."""
 
     report: StepReport
-    budget_bytes: float  # memory that a device may use
+    budget_bytes: float  # usable memory per device
 
     @property
     def fits(self) -> bool:
@@ -60,7 +60,7 @@ class Fit:
         )
 
     def table(self) -> Table:
-        """Peak bytes of the fullest stage, by category."""
+        """Peak memory by category, for the stage with the highest peak."""
         free = self.budget_bytes - self.report.peak_bytes
         parts = {name: held for name, held in self.report.memory_bytes.items() if held}
         parts["free" if free >= 0 else "too much"] = abs(free)
@@ -76,13 +76,13 @@ class Fit:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a model on a cluster, ranked."""
+    """Every layout of a model on a cluster, ranked."""
 
     cluster: Cluster
-    reports: tuple[StepReport, ...]  # of the layouts that fit, the fastest step first
-    too_large: tuple[TooLarge, ...]  # layouts that do not fit, the smallest first
-    budget_bytes: float  # memory that a device may use
-    took_s: float = 0.0  # by planning
+    reports: tuple[StepReport, ...]  # layouts that fit, fastest step first
+    too_large: tuple[TooLarge, ...]  # layouts that do not fit, lowest memory first
+    budget_bytes: float  # usable memory per device
+    took_s: float = 0.0  # planning time
 
     @property
     def best(self) -> StepReport:
@@ -90,11 +90,11 @@ class Plan:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """The fastest first."""
+        """The layouts that fit, fastest first."""
         return tuple(report.layout for report in self.reports)
 
     def report(self, layout: Layout) -> StepReport:
-        """Raises ValueError for a layout that is not among those that fit."""
+        """The report of a layout. Raises ValueError if the layout does not fit or is unknown."""
         if layout in self._reports:
             return self._reports[layout]
         reason = "is not in this plan; its layouts are plan.layouts"
@@ -103,7 +103,7 @@ class Plan:
         raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
-        """One sentence: what the layout loses to the best, or by how much it does not fit."""
+        """One sentence: why the layout is slower than the best, or how far it exceeds memory."""
         if large := self._too_large.get(layout):
             return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
         return why(self.best, self.report(layout), self.cluster)
@@ -117,19 +117,19 @@ class Plan:
         return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout for each value of a field, such as "tp" or "microbatch"."""
+        """The fastest layout per value of a field such as "tp" or "microbatch"."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is not a field of a layout; choose one of {fields}")
         fastest: dict[Any, StepReport] = {}
-        for report in self.reports:  # ranked: the first of each value is the fastest
+        for report in self.reports:  # ranked: the first report per value is the fastest
             fastest.setdefault(getattr(report.layout, choice), report)
         return dict(sorted(fastest.items()))
 
     def trades(self, near: int | None = None) -> Table:
-        """The fastest layout with each tp, pp, dp and micro-batch, and why it loses: the takeaways
-        of arXiv 2104.04473, section 3, for this model. `near`: values to show on each side of the
-        best, besides the first tp that leaves the node; all if None."""
+        """The fastest layout per value of tp, pp, dp and micro-batch, and why it loses: the
+        takeaways of arXiv 2104.04473, section 3, for this model. `near`: show this many values on
+        either side of the best, and the first tp beyond one node; every value if None."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():
@@ -146,7 +146,7 @@ class Plan:
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
     def table(self, top: int | None = 10) -> Table:
-        """The `top` layouts, all if None. Exposed: waiting for communication, over all axes."""
+        """The `top` fastest layouts (every layout if None). Exposed: waits on all axes."""
         rows = []
         for place, report in enumerate(self.reports[:top], 1):
             layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
@@ -170,7 +170,7 @@ class Plan:
         return self.table()._repr_html_()
 
     def to_json(self) -> str:
-        """The whole plan, for other programs and for `Plan.from_json`."""
+        """The complete plan, readable by other programs and `Plan.from_json`."""
         best = self.best
         contents = {
             "format": FORMAT,
@@ -199,7 +199,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, cluster: Cluster | None = None) -> "Plan":
-        """Read what `to_json` wrote, else raise ValueError. An unknown cluster needs `cluster`."""
+        """Parse `to_json` output, or raise ValueError. `cluster` replaces the named cluster."""
         try:
             parsed = json.loads(text)
             if parsed["format"] != FORMAT:

@@ -1,14 +1,14 @@
-"""Published figures: GPTs trained at scale, and step times on A100s beside the predicted ones.
+"""Published figures: GPTs trained at scale, and measured step times on A100s.
 
 `MEGATRON` is Table 1 of arXiv 2104.04473 (Narayanan et al., Megatron-LM): 1.7B to 1008B parameters
 on 32 to 3,072 A100s of Selene, vocabulary 51,200, sequences of 2,048, full recomputation. As in the
 paper (equation 3), FLOP/s include recomputation.
 
 The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT license): Megatron-DeepSpeed,
-mixed precision, 1F1B, attention that stores its scores, every block recomputed, and by assumption a
-vocabulary of 51,200. calibration.json has them beside labkit's predictions. 3.6B in micro-batches
-of 64 on tp 8, dp 8 took twice as long as its neighbors: it looks like an outlier, but counts in
-every error that labkit reports.
+mixed precision, 1F1B, attention that stores its scores, full recomputation, and an assumed
+vocabulary of 51,200. calibration.json lists each with labkit's prediction. The 3.6B model with
+micro-batches of 64 on tp 8, dp 8 took twice as long as similar layouts: it looks like an outlier,
+but is included in every error that labkit reports.
 """
 
 import json
@@ -31,17 +31,17 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True)
 class Trained:
-    """A row of the table. `microbatch` is not in it: we choose that, and plain 1F1B."""
+    """A row of Table 1, completed by our choice of `microbatch` and plain 1F1B."""
 
-    billions: float  # of parameters
+    billions: float  # billions of parameters
     heads: int
     width: int
     depth: int
     tp: int
     pp: int
     ranks: int
-    batch: int  # rows
-    tflops: float  # achieved by each GPU
+    batch: int  # rows per step
+    tflops: float  # achieved per GPU
     microbatch: int
 
     @property
@@ -68,14 +68,14 @@ MEGATRON = (
 )
 
 GPT3 = Sizes(width=12288, depth=96, heads=96)  # arXiv 2005.14165, table 2.1; vocabulary padded
-MODELS: dict[str, Sizes] = {  # as `labkit plan --model` takes them
+MODELS: dict[str, Sizes] = {  # for `labkit plan --model`
     **{f"megatron-{row.billions:g}b": row.sizes for row in MEGATRON},
     "gpt3-175b": GPT3,
 }
 
 
 def model(name: str) -> Sizes:
-    """Raises ValueError, listing the names, for an unknown model."""
+    """A model's sizes by name. Raises ValueError (listing the names) if none matches."""
     if name not in MODELS:
         raise ValueError(f"no model {name!r}; choose one of {', '.join(MODELS)}")
     return MODELS[name]
@@ -86,7 +86,7 @@ def model(name: str) -> Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """A published step time: its table, the model, the layout, rows per step, and seconds."""
+    """A published step time: source table, model sizes, layout, rows per step, seconds."""
 
     file: str
     sizes: Sizes
@@ -96,7 +96,7 @@ class Row:
 
     @property
     def model(self) -> str:
-        """Models of one width are left out of a fit together."""
+        """A label by width: a held-out fit excludes all models of the same width."""
         return f"width {self.sizes.width}"
 
     @property
@@ -109,8 +109,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants and each row's predicted seconds, with the ends of their 90 % intervals;
-    predictions also from fits without the models of a row's width, or without its layout."""
+    """Fitted constants and predicted seconds per row, each with its 90 % interval; also predictions
+    from fits that exclude the models of a row's width, or the row's layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]
@@ -126,11 +126,11 @@ class Calibration:
         return np.array([row.step_s for row in self.rows])
 
     def errors(self, predicted_s: Array | None = None) -> Array:
-        """The signed relative error of each row, of the fit to all rows or of `predicted_s`."""
+        """Signed relative error per row, of `predicted_s` or by default the fit to all rows."""
         return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
 
     def summary(self) -> dict[str, tuple[int, float, float]]:
-        """Rows, mean and median absolute error: overall, by table, by width, and when left out."""
+        """Rows, mean and median absolute error: overall, per table, per width, and held out."""
         off, rows = np.abs(self.errors()), self.rows
         parts: dict[str, Array] = {"all rows": off}
         for name in dict.fromkeys(row.file for row in rows):
@@ -146,7 +146,7 @@ class Calibration:
 
 
 def calibration(path: str | Path = STORED) -> Calibration:
-    """The stored fit. `tests/benchmarks/calibrate.py` repeats it."""
+    """Load the stored fit. `tests/benchmarks/calibrate.py` recomputes it."""
     contents = json.loads(Path(path).read_text(encoding="utf-8"))
     rows = [
         Row(x["file"], Sizes(**x["sizes"]), Layout(**x["layout"]), x["global_batch"], x["step_s"])

@@ -1,12 +1,12 @@
-"""`labkit plan`: the layouts that fit, the fastest first, and why each of the others loses.
+"""`labkit plan`: the layouts that fit, fastest first, and why each slower layout loses.
 
     layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
-    all that divide    of its memory     seconds, peak         `Plan`
-                            └── more than a device has ──┴──> `too_large`
+    valid layouts      on memory         seconds, peak         `Plan`
+                            └─── over a device's memory ─┴──> `too_large`
 
 The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
-layouts that do not fit. All layouts share one `Costs`, which caches the times of stages: a thousand
-layouts need some dozens of recordings.
+layouts that do not fit. All layouts share one `Costs`, which caches stage times: a thousand layouts
+need a few dozen recordings.
 """
 
 import time
@@ -27,7 +27,7 @@ from labkit.replaying.planning.report import StepReport
 from labkit.runtime.progress import slow_progress
 
 DROPOUT_MASKS = "dropout: two masks"  # a step at scale is recorded without dropout
-MAX_BLOCKS = 1 << 20  # of one stage
+MAX_BLOCKS = 1 << 20  # maximum per stage
 
 Report = Callable[[Sizes, Layout], StepReport]
 
@@ -41,15 +41,15 @@ def plan(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Plan:
-    """All layouts of a model on a cluster that fit, ranked by the replayed seconds of a step.
+    """Every layout of a model that fits on a cluster, ranked by replayed step time.
 
     Args:
-        global_batch: rows of a step, over all replicas.
-        gpus: how many of the cluster's devices to use; all if None.
-        max_memory_bytes: memory limit of each device; all it has if None.
+        global_batch: rows per step, over all replicas.
+        gpus: the number of devices to use; the whole cluster if None.
+        max_memory_bytes: memory limit per device; the device's memory if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
-    Raises ValueError if no layout divides, with numbers that do, or none fits, with the shortfall.
+    Raises ValueError if no layout exists (naming valid rank counts) or fits (with the shortfall).
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
@@ -84,7 +84,7 @@ def fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """Whether a model fits, in the layout with the lowest peak. Arguments as for `plan`."""
+    """Whether a model fits in the layout with the lowest peak. Arguments as for `plan`."""
     bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
     budget_bytes = _budget(cluster, max_memory_bytes)
     return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
@@ -99,13 +99,13 @@ def largest_that_fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """The deepest model of this width that fits, by bisection for each layout; the depth of `sizes`
-    is ignored. Arguments as for `plan`; by default micro-batches have one row and stages one chunk,
-    which need the least memory. Raises ValueError if not even one block per stage fits."""
+    """The deepest model of this width that fits, by bisection per layout; the depth of `sizes` is
+    ignored. Arguments as for `plan`, but by default one row per micro-batch and one chunk per
+    stage, which need the least memory. Raises ValueError if not even one block per stage fits."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
-    # Any number of stages divides some depth: this one, which all of them divide, represents it.
+    # A depth that every stage count divides, so that `layouts` excludes no stage count.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
 
     def most_blocks(layout: Layout) -> int:
@@ -140,7 +140,7 @@ def largest_that_fits(
 
 
 def reporter(cluster: Cluster, global_batch: int) -> Report:
-    """A function that replays steps on the cluster; all of them share their costs."""
+    """A function that replays steps on the cluster; all its calls share one `Costs`."""
     from labkit.replaying.costs import Costs
     from labkit.replaying.planning.steps import step_report
 
@@ -149,7 +149,7 @@ def reporter(cluster: Cluster, global_batch: int) -> Report:
 
 
 def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, float]:
-    """A lower bound of the first stage's peak, by category: states (arXiv 1910.02054) of weight
+    """A lower bound on the first stage's peak, by category: states (arXiv 1910.02054) of weight
     matrices only, and activations in flight (arXiv 2205.05198) without dropout or scores."""
     width, tp = sizes.width, layout.tp
     blocks = sizes.depth // layout.pp
@@ -170,7 +170,7 @@ def least_bytes(sizes: Sizes, layout: Layout, global_batch: int) -> dict[str, fl
 
 
 def _devices(cluster: Cluster, gpus: int | None) -> int:
-    """Raises ValueError for no devices, or more than the cluster has."""
+    """The device count. Raises ValueError unless 1 <= `gpus` <= the cluster size."""
     if gpus is not None and not 1 <= gpus <= cluster.size:
         raise ValueError(
             f"gpus={gpus}: {cluster.name} has {cluster.size} devices ({cluster.nodes} nodes of "
@@ -181,7 +181,7 @@ def _devices(cluster: Cluster, gpus: int | None) -> int:
 
 
 def _budget(cluster: Cluster, max_memory_bytes: float | None) -> float:
-    """Bytes that a device may use. Raises ValueError for none, or more than it has."""
+    """Bytes usable per device. Raises ValueError unless positive and at most the device memory."""
     device = cluster.device
     if max_memory_bytes is None:
         return device.memory_bytes

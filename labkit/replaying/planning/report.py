@@ -1,12 +1,12 @@
-"""Time, memory and bytes sent of a step in a layout, and why one step is slower than another.
+"""Time, memory and bytes sent per step of a layout, and why a step is slower than the best.
 
     best    ███████████ compute ██ tensor █ bubble
     other   ███████████ compute ██ tensor █████████████ bubble
                                            └──────────┘ the largest difference is the reason
 
-The reason names the trade of arXiv 2104.04473 that was lost: collectives between nodes wait for the
-slower network (3.2); a bubble is (pp - 1) / (m chunks) of the step (3.2, 3.3.1); matmuls made thin
-by tp or a small micro-batch run slower (3.4); gradients are sent once per step (3.3).
+The reason names the trade-off of arXiv 2104.04473: collectives between nodes use the slower network
+(3.2); the bubble is (pp - 1) / (m chunks) of the ideal step time (3.2, 3.3.1); matmuls made thin by
+a large tp or a small micro-batch run slower (3.4); gradients are reduced once per step (3.3).
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from labkit.clusters import Cluster
 from labkit.replaying.planning.layout import Layout, Sizes
 
 PARTS = ("compute", "optimizer", "tensor", "pipeline", "data", "bubble")
-AS_FAST, ALMOST_AS_FAST = 1e-4, 0.005  # of a step: slower by no more than this
+AS_FAST, ALMOST_AS_FAST = 1e-4, 0.005  # maximum slowdown, relative to the best step
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of `sizes` on `global_batch` rows, replayed on a cluster. The seconds are means over
-    the stages and add up to `step_s`, exactly. Memory is that of the fullest stage; bytes sent are
-    bus bytes of the rank that sends the most on that axis."""
+    """One step of `sizes` on `global_batch` rows, replayed on a cluster. The parts are means over
+    stages and add up exactly to `step_s`. Memory is that of the stage with the highest peak; bytes
+    sent are bus bytes of the rank that sends the most along an axis."""
 
     sizes: Sizes
     layout: Layout
@@ -33,14 +33,14 @@ class StepReport:
     step_s: float
     compute_s: float  # forward, backward and recomputation
     optimizer_s: float
-    tensor_s: float  # exposed: the stage waits for a collective of this axis ...
+    tensor_s: float  # exposed: the stage waits for a collective along this axis ...
     data_s: float
-    pipeline_s: float  # ... or for a message on its way
-    bubble_s: float  # ... or for a stage that has not sent it yet
-    memory_bytes: Mapping[str, float]  # by category, at the peak of the fullest stage
+    pipeline_s: float  # ... or for a message in flight
+    bubble_s: float  # ... or for a stage that has not sent its message yet
+    memory_bytes: Mapping[str, float]  # by category, on the stage with the highest peak
     sent_bytes: Mapping[str, float]  # by axis: "tensor", "pipeline", "data"
-    model_flops: float  # of the whole step, as an MFU counts them (nothing recomputed)
-    mfu: float  # of the peak of all devices, 0 to 1
+    model_flops: float  # per step over all ranks, without recomputation
+    mfu: float  # model FLOPs utilization, 0 to 1
 
     @property
     def peak_bytes(self) -> float:
@@ -48,24 +48,24 @@ class StepReport:
 
 
 def seconds(report: StepReport) -> dict[str, float]:
-    """The parts of a step, which add up to `step_s`."""
+    """Seconds per part of a step, which add up to `step_s`."""
     return {part: getattr(report, f"{part}_s") for part in PARTS}
 
 
 def reached(report: StepReport) -> float:
-    """The fraction of peak FLOP/s while computing, recomputation included: 0 to 1."""
+    """The fraction of peak FLOP/s reached while computing, including recomputation: 0 to 1."""
     again = 4 / 3 if report.layout.recompute == "full" else 1.0
     return report.mfu * report.step_s / report.compute_s * again
 
 
 def cause(best: StepReport, other: StepReport) -> str:
-    """The part of the step in which `other` exceeds `best` the most."""
+    """The part of the step by which `other` exceeds `best` the most."""
     ours, theirs = seconds(best), seconds(other)
     return max(PARTS, key=lambda part: theirs[part] - ours[part])
 
 
 def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
-    """One sentence: why `other` is slower, with figures of the two reports."""
+    """One sentence: why `other` is slower than `best`, with figures from both reports."""
     if other.layout == best.layout:
         return "the best"
     slower = other.step_s / best.step_s - 1
@@ -77,7 +77,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
-    """One sentence: by how much a layout does not fit, and its largest category of memory."""
+    """One sentence: a too-large layout's peak memory, the budget, and its largest category."""
     peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
@@ -123,7 +123,7 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
 
 
 def _compute_reason(best: StepReport, other: StepReport) -> str:
-    again_s = other.compute_s / 4  # a second forward: one of four equal parts
+    again_s = other.compute_s / 4  # the second forward: a quarter of the computing
     if (
         other.layout.recompute == "full"
         and best.layout.recompute == "none"

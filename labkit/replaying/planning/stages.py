@@ -1,4 +1,4 @@
-"""The stages of a layout: which layers each has, where its ranks are, and how long they take.
+"""The stages of a layout: their layers, the placement of their ranks, and their times.
 
     GPT of 5 blocks, pp 2           stage 0  embedding, 3 blocks       stage 1  2 blocks, head
     pp 2, 2 chunks: virtual stages  0  embedding, 2 blocks   1  block  2  block   3  block, head
@@ -6,13 +6,13 @@
 Chunk c of stage r is virtual stage c p + r.
 
     host        │launch│launch│launch│ ...     does not wait for the device
-    computing          ███    ████████████     one operation after the other, none before its launch
-    link                 [all-reduce of dx]    one collective after the other, on the ranks of tp
-    exposed                            ▒▒▒     the rank waits for it
+    computing          ███    ████████████     one operation at a time, each after its launch
+    link                 [all-reduce of dx]    one collective at a time, over the tp ranks
+    exposed                            ▒▒▒     the rank waits for the collective
 
-A layer begins and ends with nothing in flight, so the seconds of layers add up. A host runs ahead
-within a pass of a layer, but not into the next: over a whole step, it would hide a slow forward
-behind a long backward, which measured steps do not show (calibrate.py).
+A layer begins and ends with no communication in flight, so the layers' times add up. The host runs
+ahead within one pass of a layer, but not into the next pass: running ahead over a whole step would
+hide a slow forward behind a long backward, which measured steps do not show (calibrate.py).
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from labkit.replaying.planning.layout import Layout, Sizes
 
 Ranks = tuple[int, ...]
 Groups = tuple[Ranks, ...]
-CompletedGradients = tuple[tuple[float, int], ...]  # seconds into the backward, elements
+CompletedGradients = tuple[tuple[float, int], ...]  # (seconds into the backward, elements)
 
 
 # ---- layers
@@ -45,10 +45,10 @@ CompletedGradients = tuple[tuple[float, int], ...]  # seconds into the backward,
 
 @dataclass(frozen=True)
 class VirtualStage:
-    """Layers in order: the shape of each kind, and its count."""
+    """Layers in order, as (shape, number of consecutive layers)."""
 
     layers: tuple[tuple[Shape, int], ...]
-    tied_elements: int = 0  # of a head that is the embedding, on the same rank
+    tied_elements: int = 0  # of a head tied to an embedding on the same rank
 
     def __iter__(self) -> Iterator[Shape]:
         for shape, count in self.layers:
@@ -66,12 +66,12 @@ class VirtualStage:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes over the tensor-parallel axis, per micro-batch."""
+        """Bytes that a rank sends along the tensor-parallel axis per micro-batch."""
         return sum(layer.sent_bytes * count for layer, count in self.recorded())
 
 
 def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[VirtualStage]:
-    """The model's virtual stages, in order. Raises ValueError if it has fewer blocks."""
+    """The model's virtual stages, in order. Raises ValueError if there are too few blocks."""
     count = layout.pp * layout.chunks
     if sizes.depth < count:
         raise ValueError(
@@ -90,26 +90,26 @@ def virtual_stages(sizes: Sizes, layout: Layout, core: str = "fused") -> list[Vi
 
 
 def vocabulary_elements(sizes: Sizes, layout: Layout) -> int:
-    """Elements of the embedding table on one rank, padded to a multiple of tp rows."""
+    """Embedding elements on one rank, with the vocabulary padded to a multiple of tp."""
     return -(-sizes.vocab // layout.tp) * sizes.width
 
 
-# ---- places
+# ---- placement
 
 
 @lru_cache(maxsize=65536)
 def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
-    """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one for each
-    way to be spread over nodes, as equal ways take equal times. Along "tp" or "dp", groups of one
-    stage; along "pp", groups with one rank of each stage. Ranks count from their group's first
-    node, so that stages that are spread alike share a cached result."""
+    """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one group
+    per distribution over nodes, as equal distributions take equal times. Groups along "tp" or "dp"
+    are within one stage; groups along "pp" contain one rank per stage. Ranks count from their
+    group's first node, so that stages with equal placement share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
     kinds: dict[Ranks, Ranks] = {}
-    # After as many indices as a node has ranks, placements repeat.
+    # Placements repeat after `per_node` indices.
     for indices in product(*(range(min(mesh[other], per_node)) for other in others)):
         fixed = {"pp": stages[0], **dict(zip(others, indices, strict=True))}
         ranks = tuple(rank_at(mesh, fixed | {axis: member}) for member in members)
@@ -120,25 +120,25 @@ def rank_groups(
 
 
 def slowest(op: str, nbytes: int, costs: Costs, groups: Groups) -> Sending:
-    """A collective's time, in the group where it takes longest."""
+    """The time of a collective in the group where it takes longest."""
     return max((costs.collective(op, nbytes, ranks) for ranks in groups), key=lambda x: x.total_s)
 
 
-# ---- seconds
+# ---- times
 
 
 class StageSeconds(NamedTuple):
-    """One micro-batch in one chunk of a stage, or in one of its layers."""
+    """Times of one micro-batch in a chunk of a stage, or in one layer."""
 
     forward_s: float
     backward_s: float
-    compute_s: float  # of both, with waits for launches
+    compute_s: float  # forward and backward, including waits for launches
     exposed_s: float
     gradients: CompletedGradients
 
 
 def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSeconds:
-    """The sum over the layers of a chunk, each collective in the slowest tensor-parallel group."""
+    """Sum over a chunk's layers, with collectives timed in the slowest tensor-parallel group."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):
@@ -162,7 +162,7 @@ def _layer_seconds(costs: Costs, shape: Shape, groups: Groups) -> StageSeconds:
 def _pass_seconds(
     layer_pass: LayerPass, costs: Costs, groups: Groups
 ) -> tuple[float, float, CompletedGradients]:
-    """Seconds computing, seconds exposed, and when each gradient is complete."""
+    """Compute seconds, exposed seconds, and when each gradient completes."""
     compute_s = exposed_s = link_free_s = launched_s = 0.0
     arrives_s: dict[int, float] = {}
     gradients = []
@@ -183,7 +183,7 @@ def _pass_seconds(
 
 
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
-    """The optimizer's step on one of `shards` shards of a stage: AdamW is elementwise."""
+    """Seconds of the optimizer step on 1/`shards` of a stage: AdamW is elementwise."""
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():

@@ -1,14 +1,14 @@
-"""Costs of a step: the one model that the report, the plan, the trace and the calibration share.
+"""Costs of a step: the model shared by the report, the plan, the trace and the calibration.
 
     last backward   ████████████│           │
     data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
-    tied                                    [embedding]   first and last stage; with ZeRO a shard
+    tied                                    [embedding]   on end stages; with ZeRO a shard
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
-Buckets leave as soon as they are full and the link is free; the all-gather of updated parameters
-overlaps nothing. A message waits neither for its receiver nor for earlier messages. With
-scatter/gather each of tp ranks sends one shard, and the receivers all-gather them (arXiv
+A bucket is sent as soon as it is full and the link is free; the all-gather of updated parameters is
+not overlapped. A message waits neither for its receiver nor for earlier messages. With
+scatter/gather, each of the tp ranks sends one shard, and the receivers all-gather the shards (arXiv
 2104.04473, section 4.1).
 """
 
@@ -37,12 +37,12 @@ from labkit.replaying.planning.stages import (
     vocabulary_elements,
 )
 
-COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # of a layout
-BUCKET_BYTES = 25 * 2**20  # the default of DDP and ZeroOptimizer
+COUNTS = ("tp", "pp", "dp", "microbatch", "chunks")  # count fields of a layout
+BUCKET_BYTES = 25 * 2**20  # default bucket size of DDP and ZeroOptimizer
 
 
 class StepModel:
-    """Costs of a step, before the clock runs. Arguments and errors as for `step_report`."""
+    """Costs of a step before the pipeline is simulated; arguments and errors: `step_report`."""
 
     def __init__(
         self,
@@ -60,24 +60,24 @@ class StepModel:
         self.microbatches = layout.microbatches(global_batch)
         self.costs = Costs(cluster) if costs is None else costs
         virtual = virtual_stages(sizes, layout, core)
-        # The chunks of each stage, and their seconds.
+        # Chunks per stage, and their times.
         self.stages = [virtual[stage :: layout.pp] for stage in range(layout.pp)]
         self.chunks = [
             [self.costs.cached(chunk_seconds, chunk, self.groups("tp", stage)) for chunk in chunks]
             for stage, chunks in enumerate(self.stages)
         ]
-        # The stages that all-reduce the gradient of a tied embedding, and its bytes on one rank:
-        # V w / t elements, or with ZeRO a shard of them.
+        # The stages that all-reduce the gradient of a tied embedding, and the gradient's bytes per
+        # rank: V w / t elements, divided by dp with ZeRO.
         self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
         self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
-        # Bytes of a rank's message to the next stage, or back; its seconds (the last to the first).
+        # Bytes of one rank's message to a neighboring stage; seconds to the next stage (cyclic).
         x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
         is_sharded = layout.sequence or layout.scatter_gather
         self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes
         self.messages_s = [self._message_s(stage) for stage in range(layout.pp)]
 
     def groups(self, axis: str, *stages: int) -> Groups:
-        """One group per placement along an axis, as `rank_groups`."""
+        """One group per placement along an axis; see `rank_groups`."""
         layout, per_node = self.layout, self.costs.cluster.devices_per_node
         return rank_groups(layout.pp, layout.dp, layout.tp, axis, stages, per_node)
 
@@ -102,13 +102,13 @@ class StepModel:
 
 
 def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) -> None:
-    """Raises ValueError for an invalid layout, naming a valid choice."""
+    """Raises ValueError (with a valid choice) for an invalid layout."""
     check_counts(**{name: getattr(layout, name) for name in COUNTS}, global_batch=global_batch)
     rows = layout.dp * layout.microbatch
     if global_batch % rows:
         raise ValueError(
-            f"a batch of {global_batch} rows does not divide over dp={layout.dp} replicas in "
-            f"micro-batches of {layout.microbatch}; choose a multiple of {rows}"
+            f"a batch of {global_batch} rows is not divisible by dp={layout.dp} x "
+            f"microbatch={layout.microbatch}; choose a multiple of {rows}"
         )
     if layout.ranks > cluster.size:
         raise ValueError(
@@ -123,12 +123,12 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
         )
     if sizes.heads % layout.tp:
         raise ValueError(
-            f"{sizes.heads} heads do not divide over tp={layout.tp}; choose a tp that divides them"
+            f"{sizes.heads} heads are not divisible by tp={layout.tp}; tp must divide the heads"
         )
     if layout.sequence and sizes.context % layout.tp:
         raise ValueError(
-            f"{sizes.context} positions do not divide over tp={layout.tp}; choose another context, "
-            "or sequence=False"
+            f"{sizes.context} positions are not divisible by tp={layout.tp}; choose a "
+            "different context, or sequence=False"
         )
     if layout.zero not in ZERO_STAGES:
         raise ValueError(
@@ -143,7 +143,7 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
 
 
 class Sent(NamedTuple):
-    """A collective of a stage, along the "data" or "pipeline" axis."""
+    """A collective of one stage along the "data" or "pipeline" axis."""
 
     op: str
     axis: str
@@ -154,8 +154,8 @@ class Sent(NamedTuple):
 
 
 class StageEnd(NamedTuple):
-    """How one stage ends its step. Seconds waited: `data_s` for gradients or parameters, `tied_s`
-    for the all-reduce of the tied embedding, `late_s` for the other end stage to join it."""
+    """The end of one stage's step. Wait times: `data_s` for gradients or parameters, `tied_s` for
+    the tied embedding's all-reduce, `late_s` for the other end stage to join the all-reduce."""
 
     sent: list[Sent]
     data_s: float
@@ -167,7 +167,7 @@ class StageEnd(NamedTuple):
 
 
 def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
-    """How each stage ends its step, after forward and backward."""
+    """Simulate the end of the step on every stage, after the last backward."""
     ended_s, lasts_s = timing.ended_s.tolist(), timing.last_s.tolist()
     gradients = [_gradients_sent(model, stage, last_s) for stage, last_s in enumerate(lasts_s)]
     averaged_s = [
@@ -193,7 +193,7 @@ def step_ends(model: StepModel, timing: Timing) -> list[StageEnd]:
 
 
 def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> list[Sent]:
-    """Gradient buckets of a stage; empty with one replica."""
+    """Collectives of a stage's gradient buckets; empty if dp is 1."""
     if model.layout.dp == 1:
         return []
     chunks = zip(lasts_s, model.chunks[stage], strict=True)
@@ -206,7 +206,7 @@ def _gradients_sent(model: StepModel, stage: int, lasts_s: Sequence[float]) -> l
 
 
 def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]:
-    """ZeRO's all-gathers of updated parameters."""
+    """ZeRO's all-gathers of a stage's updated parameters; empty without ZeRO."""
     if model.layout.shards == 1:
         return []
     shapes = [shape for chunk in model.stages[stage] for shape in chunk]
@@ -218,7 +218,7 @@ def _parameters_sent(model: StepModel, stage: int, began_s: float) -> list[Sent]
 def _sent(
     op: str, full: Iterable[tuple[float, int]], model: StepModel, stage: int
 ) -> list[Sent]:  # fmt: skip
-    """Send buckets (time when full, bytes) over the replicas, one after the other."""
+    """Run `op` on buckets (time when full, bytes) over the replicas, one bucket at a time."""
     groups = model.groups("dp", stage)
     sending = cache(lambda nbytes: slowest(op, nbytes, model.costs, groups))
     sent, free_s = [], 0.0
@@ -231,7 +231,7 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """DDP's buckets of gradients, given in order of completion: (index of the last, bytes)."""
+    """DDP's buckets for gradients in completion order: (index of last gradient, bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):

@@ -1,4 +1,4 @@
-"""A training step of a large model on a large cluster, from recordings of its layers (step_model).
+"""A training step of a large model on a large cluster, from recorded layers (step_model).
 
 >>> layout = Layout(tp=8, pp=8, dp=16, sequence=True, recompute="full")
 >>> step_report(GPT3, layout, 1536, cluster("selene")).step_s
@@ -27,7 +27,7 @@ from labkit.schedules import Action, Message
 from labkit.trace import RankTrace, Span, Step, Trace
 
 DTYPE = "bfloat16"
-STEP = 0  # the step's number in a trace
+STEP = 0  # step index in the trace
 
 
 def step_report(
@@ -42,11 +42,11 @@ def step_report(
     """One step of the model on `global_batch` rows.
 
     Args:
-        costs: your own constants, on the same cluster; or `Costs(cluster)`, shared by many layouts.
-        core: attention: "fused" keeps no scores, "plain" stores them all.
+        costs: custom costs on the same cluster, or a `Costs(cluster)` shared by many layouts.
+        core: attention kernel; "fused" stores no scores, "plain" stores every score.
 
-    Raises ValueError where the layout does not divide the model or the batch, or takes more ranks
-    than the cluster has. With a launch time (`host_s`), no operation begins before its launch.
+    Raises ValueError if the model or batch is not divisible by the layout, or if the layout needs
+    more ranks than the cluster has. If the device has a `host_s`, operations wait for their launch.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
@@ -71,17 +71,17 @@ def step_report(
 
 
 def _sent_bytes(model: StepModel) -> dict[str, float]:
-    """Bus bytes per step along each axis, of the rank that sends the most."""
+    """Bus bytes per step and axis, for the rank that sends the most."""
     layout, pp, m = model.layout, model.layout.pp, model.microbatches
     last = pp * layout.chunks - 1
-    # All virtual stages but the last send forward; all but the first send backward.
+    # Every virtual stage but the last sends forward; every one but the first sends backward.
     sends = [sum((v > 0) + (v < last) for v in range(stage, last + 1, pp)) for stage in range(pp)]
     tensor: float = m * max(sum(chunk.sent_bytes for chunk in chunks) for chunks in model.stages)
     if layout.gathers_messages:
         gathered = bus_factor("all_gather", layout.tp) * model.message_bytes * layout.tp
         tensor += m * max(sends) * gathered
     pipeline = [m * count * model.message_bytes for count in sends]
-    averaged = []  # elements of each stage; tied ones have their own ZeRO bucket
+    averaged = []  # elements per stage; tied elements have a separate ZeRO bucket
     for stage, chunks in enumerate(model.stages):
         elements, tied = sum(chunk.parameters for chunk in chunks), 0
         if stage in model.tied_stages:
@@ -103,9 +103,9 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """One step, with the arguments and errors of `step_report`. Rank dp 0, tp 0 of each stage
-    represents the others (RankTrace.alike). Tensor-parallel collectives are inside the spans of
-    micro-batches. Building the trace takes 20 us per action of the schedule."""
+    """Trace one step, with the arguments and errors of `step_report`. In every stage, the rank with
+    dp 0, tp 0 represents the other ranks (RankTrace.alike). Micro-batch spans include
+    tensor-parallel collectives. Building the trace takes 20 us per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     timing = model.timing()
     ends = step_ends(model, timing)
@@ -137,8 +137,8 @@ def step_trace(
 def _collectives(
     sent: Sequence[Sent], stage: int, first: Sequence[int], layout: Layout, over_s: float
 ) -> Iterator[CommEvent]:
-    """The transfers of the buckets; the stage waits for the last of each kind. `first`: the first
-    rank of each stage; `over_s`: the end of its last backward."""
+    """One event per bucket; the stage waits for the last bucket per op and axis. `first`: the first
+    rank of every stage; `over_s`: the end of the stage's last backward."""
     replicas = tuple(first[stage] + k * layout.tp for k in range(layout.dp))
     for seq, bucket in enumerate(sent, start=1):
         ranks, group, number = replicas, f"data {stage}", seq

@@ -1,10 +1,10 @@
-"""A log of NCCL (NCCL_DEBUG=INFO) as plain data. No torch here. The explained example logs in
-examples/ follow NCCL's documentation.
+"""An NCCL log (NCCL_DEBUG=INFO) as plain data, without importing torch. The annotated example logs
+in examples/ follow NCCL's documentation.
 
 NcclLog ── communicators ── Communicator    the ranks of one of torch's process groups
-                              ranks         the host and GPU of each
-                              rings         channel -> the ranks in the order of its ring
-                              trees         channel -> rank -> its parent and its children
+                              ranks         rank -> host, process and GPU
+                              rings         channel -> ranks in ring order
+                              trees         channel -> rank -> parent and children
                               connections   source, target, channel and transport
 """
 

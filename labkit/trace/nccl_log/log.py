@@ -1,5 +1,5 @@
-"""The contents of an NCCL log. A *channel* is one ring and one tree, with some of the GPU's threads
-and a share of the bytes: NCCL runs several channels at once to fill all links."""
+"""The contents of an NCCL log. A *channel* is a ring and a tree that use some GPU threads and carry
+a share of the bytes: NCCL runs several channels concurrently to saturate all links."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class NcclRank:
-    """One rank of a communicator: a GPU in a process on a host."""
+    """One rank of a communicator: a GPU used by a process on a host."""
 
     rank: int
     host: str
     pid: int
-    device: int  # the CUDA device in its process
-    bus_id: str = ""  # of the GPU on PCI, in hexadecimal: "1d000"
+    device: int  # CUDA device index in the process
+    bus_id: str = ""  # PCI bus id of the GPU, in hexadecimal: "1d000"
     ready: bool = False  # logged "Init COMPLETE"
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
     """`source` sends to `target`. `transport` is NCCL's text, as "NET/IB/0/GDRDMA". Both ends log a
-    network connection, so it may appear twice, as "send" and as "receive"."""
+    network connection, so a connection may appear twice, as "send" and as "receive"."""
 
     channel: int
     source: int
@@ -30,19 +30,19 @@ class Connection:
 
     @property
     def kind(self) -> str:
-        """The transport without its details: "P2P", "SHM", "NET/IB", "NET/Socket"."""
+        """The transport without details: "P2P", "SHM", "NET/IB", "NET/Socket"."""
         parts = self.transport.split("/")
         return "/".join(parts[:2]) if parts[0] == "NET" else parts[0]
 
     @property
     def gpu_direct(self) -> bool:
-        """Whether the network card reads the GPU's memory itself (GPUDirect RDMA)."""
+        """Whether the network card accesses GPU memory directly (GPUDirect RDMA)."""
         return "GDRDMA" in self.transport
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A rank's place in the tree of a channel."""
+    """A rank's position in the tree of one channel."""
 
     parent: int | None
     children: tuple[int, ...]
@@ -50,32 +50,32 @@ class TreeNode:
 
 @dataclass
 class Communicator:
-    """A group of ranks. `id` is NCCL's commId; for a split without one, the parent, the number of
-    the split and its color; "" if the log has neither."""
+    """A group of ranks. `id` is NCCL's commId; for a split without a commId, the parent, split
+    number and color; "" if the log shows neither."""
 
     id: str = ""
     size: int = 0
     ranks: dict[int, NcclRank] = field(default_factory=dict)
-    channels: int = 0  # the log may not show all of them
+    channels: int = 0  # the log may show fewer rings
     rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trees: dict[int, dict[int, TreeNode]] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
-    thresholds: str = ""  # NCCL's threadThresholds, as it prints them
+    thresholds: str = ""  # NCCL's threadThresholds, verbatim
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks logged "Init COMPLETE"; if not, one of them may hang."""
+        """Whether every rank logged "Init COMPLETE"; otherwise, a rank may hang."""
         return 0 < self.size == sum(rank.ready for rank in self.ranks.values())
 
     def hosts(self) -> dict[str, list[int]]:
-        """host -> its ranks, in ascending order."""
+        """host -> ranks, in ascending order."""
         hosts: dict[str, list[int]] = {}
         for rank in sorted(self.ranks):
             hosts.setdefault(self.ranks[rank].host, []).append(rank)
         return hosts
 
     def same_node(self, first: int, second: int) -> bool:
-        """Whether both ranks are on one host; False if a rank's host is unknown."""
+        """Whether both ranks are on the same host; False if either host is unknown."""
         both = first in self.ranks and second in self.ranks
         return both and self.ranks[first].host == self.ranks[second].host
 
@@ -87,7 +87,7 @@ class Communicator:
         return None
 
     def hops(self, channel: int) -> Iterator[tuple[int, int]]:
-        """(source, target) along the ring of a channel."""
+        """(source, target) of every hop along a channel's ring."""
         ring = self.rings[channel]
         return zip(ring, ring[1:] + ring[:1])
 
@@ -102,25 +102,25 @@ def alike(graphs: Mapping[int, Hashable]) -> list[list[int]]:
 
 @dataclass
 class NcclLog:
-    """The contents of a log. `lines` counts NCCL's lines, `understood` the parsed ones."""
+    """The contents of a log. `lines` counts NCCL's lines, `understood` the parsed lines."""
 
     versions: list[str] = field(default_factory=list)  # several if ranks differ
-    networks: list[str] = field(default_factory=list)  # the chosen ones: "IB", "Socket", a plugin's
+    networks: list[str] = field(default_factory=list)  # in use: "IB", "Socket" or a plugin
     cards: dict[str, list[str]] = field(default_factory=dict)  # host -> "mlx5_0:1/IB" or "eth0"
-    settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variables that are set
+    settings: dict[str, str] = field(default_factory=dict)  # NCCL_... variable -> value
     warnings: list[str] = field(default_factory=list)
-    communicators: list[Communicator] = field(default_factory=list)  # the largest first
+    communicators: list[Communicator] = field(default_factory=list)  # largest first
     lines: int = 0
     understood: int = 0
 
     @property
     def version(self) -> str:
-        """NCCL's version; all of them if ranks differ; "" if the log has none."""
+        """NCCL's version; every version if ranks differ; "" if the log shows none."""
         return ", ".join(self.versions)
 
     @property
     def main(self) -> Communicator:
-        """The communicator with the most ranks. Raises ValueError if the log has none."""
+        """The largest communicator. Raises ValueError if the log has no communicator."""
         if not self.communicators:
             raise ValueError(
                 "this log has no communicator; run with NCCL_DEBUG=INFO, and keep all lines "

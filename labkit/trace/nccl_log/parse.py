@@ -1,9 +1,9 @@
-"""Parses a log of NCCL. Each line begins with its process; the lines of all ranks are mixed:
+"""Parses an NCCL log. Every line begins with its process; lines of different ranks are mixed:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device
 
-Other lines are skipped. The patterns fit NCCL 2.8 to 2.27. Sources: NCCL's documentation,
+Unrecognized lines are skipped. The patterns fit NCCL 2.8 to 2.27. Sources: NCCL's documentation,
 "Environment Variables" (NCCL_DEBUG); NCCL's code (src/debug.cc, src/init.cc,
 src/graph/rings.cc, src/transport/).
 """
@@ -34,7 +34,7 @@ CONNECTION = re.compile(
     r"(?P<target>\d+)(?:\[\w+\])?(?: \[(?P<end>send|receive)\])? via (?P<over>.+?)(?: comm 0x.*)?$"
 )
 TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
-CHOSEN = re.compile(r"Using network (\S.*?)\s*$")  # a plugin's name may have spaces
+CHOSEN = re.compile(r"Using network (\S.*?)\s*$")  # a plugin's name may contain spaces
 CARDS = re.compile(r"NET/(?:IB|Socket|\w+) ?: Using (\[0\].*)")
 SET = re.compile(r"(NCCL_\w+) set (?:by environment )?to (.*?)\.?$")
 COUNT = re.compile(r"(\d+) coll channels")
@@ -44,12 +44,12 @@ Match = re.Match[str]
 
 
 def read_nccl_log(path: Path | str) -> NcclLog:
-    """Read a log file. Raises OSError, and ValueError if it is not a regular file."""
+    """Read a log file. Raises OSError, or ValueError if `path` is not a regular file."""
     return parse_nccl_log(read_file(path).decode(errors="replace"))
 
 
 def parse_nccl_log(text: str) -> NcclLog:
-    """Parse the text of a log. Unknown lines are skipped; none raises an error."""
+    """Parse the text of a log, skipping unknown lines without an error."""
     lines = [line for each in text.splitlines() if (line := LINE.search(each))]
     log = NcclLog(list(dict.fromkeys(VERSION.findall(text))), lines=len(lines))
     communicators = _Communicators(lines)
@@ -65,7 +65,7 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 
 def _read_process_line(log: NcclLog, line: Match) -> bool:
-    """Parse a line about a whole process; return whether it was one."""
+    """Parse a line about an entire process; return whether the line matched."""
     if match := CHOSEN.search(line["text"]):
         log.networks += [match[1]] if match[1] not in log.networks else []
     elif match := CARDS.search(line["text"]):
@@ -79,19 +79,19 @@ def _read_process_line(log: NcclLog, line: Match) -> bool:
 
 
 class _Communicators:
-    """The communicators, and the one each thread is setting up. If the log names at most one, every
-    line is about that one, even if the head of the log is missing."""
+    """The communicators, and which communicator each thread is setting up. If the log names at most
+    one communicator, every line belongs to that communicator, even if the log begins later."""
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}
         self._name_at: dict[tuple[str, ...], str] = {}  # host, process, pointer
         self._of_thread: dict[tuple[str, ...], str] = {}
-        self._of_process: dict[tuple[str, ...], str] = {}  # and device: it may have many
+        self._of_process: dict[tuple[str, ...], str] = {}  # host, process, device
         names = {self._name(line, init) for line in lines if (init := INIT.search(line["text"]))}
         self._only = None if len(names - {""}) > 1 else "".join(names)
 
     def read(self, line: Match) -> bool:
-        """Parse a line about a communicator; return whether it was one."""
+        """Parse a line about a communicator; return whether the line matched."""
         text = line["text"]
         if match := INIT.search(text):
             name = self._name(line, match)
@@ -125,7 +125,7 @@ class _Communicators:
         return True
 
     def _group(self, line: Match) -> Communicator:
-        """The line's communicator: as named, else its thread's last, else its process's."""
+        """The line's communicator: as named, else the latest of its thread, else of its process."""
         name = self._only
         if name is None:
             name = self._of_process.get(line.group("host", "pid", "device"), "")
@@ -135,12 +135,12 @@ class _Communicators:
         return self.by_name.setdefault(name, Communicator(name))
 
     def _name(self, line: Match, init: Match) -> str:
-        """The commId; for a split without one, its parent, the number of the split, and its color.
-        (The log gives the parent as a pointer, which differs between processes.)"""
+        """The commId; for a split without a commId, the parent's name, split number and color.
+        (The log identifies the parent by a pointer, which differs between processes.)"""
         host, pid = line["host"], line["pid"]
         name = self._name_at.get((host, pid, init["comm"]), "")
         if name and init["state"] == "COMPLETE":
-            return name  # as in its START line, whatever this line adds
+            return name  # as in the START line, whatever this line adds
         if init["id"]:
             name = init["id"]
         elif init["parent"]:

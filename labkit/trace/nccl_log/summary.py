@@ -1,4 +1,4 @@
-"""A log of NCCL as a table, with remarks on likely problems."""
+"""An NCCL log as a table, with remarks on likely problems."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from labkit.foreign import markup
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog
 from labkit.trace.nccl_log.log import alike
 
-MAX_SHOWN = 4  # warnings, hosts or rings
+MAX_SHOWN = 4  # number of warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:
-    """Summarize the log's largest communicator. Raises ValueError for a log without one."""
+    """Summarize the largest communicator. Raises ValueError if the log has no communicator."""
     group = log.main
     rows = [
         ("NCCL", log.version or "not logged"),
@@ -40,7 +40,7 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
 
 
 def remarks(log: NcclLog) -> list[str]:
-    """A sentence for each common cause of slow or failing NCCL that the log shows.
+    """One sentence per common cause of slow or failing NCCL that the log shows.
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables"."""
     group, more = log.main, len(log.warnings) - MAX_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
@@ -82,9 +82,9 @@ def remarks(log: NcclLog) -> list[str]:
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
-    """Connections by kind of transport. A network connection, which both ends log, counts once."""
+    """Connection counts per kind of transport. A connection that both ends log counts once."""
 
-    def is_inside(link: Connection) -> bool:  # by the transport if the log has no host
+    def is_inside(link: Connection) -> bool:  # by transport if a host is unknown
         if {link.source, link.target} <= group.ranks.keys():
             return group.same_node(link.source, link.target)
         return not link.kind.startswith("NET") and "MNNVL" not in link.transport

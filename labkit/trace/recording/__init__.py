@@ -1,4 +1,4 @@
-"""Recording of a run in progress: spans by module, communication, memory by category."""
+"""Recording of a running program: spans per module, communication, memory by category."""
 
 from labkit.trace.recording.movement import watch_collective
 from labkit.trace.recording.recorder import metric, span

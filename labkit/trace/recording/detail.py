@@ -1,17 +1,17 @@
-"""One training step in detail: memory by category, and what each span computes.
+"""One training step in detail: memory by category, FLOPs and bytes per span.
 
-A dispatch mode sees every operation. It adds the operation's FLOPs and bytes moved to the current
-span, and enters each new storage (which many tensors may share) in a ledger until it is freed.
+A dispatch mode intercepts every operation. The mode adds the operation's FLOPs and bytes moved to
+the current span, and a ledger lists each storage (which many tensors may share) until it is freed.
 
-    parameters              of modules, also those that a strategy holds beside a module's
-    gradients               storages of `.grad`, so buckets too; an optimizer's
+    parameters              of modules, and those that a strategy keeps separately
+    gradients               storages of `.grad`, including buckets; an optimizer's
                             `gradient_pieces()`
     optimizer state         moments, and parameter copies that the optimizer updates
-    activations             made in forward and not yet freed
-    communication buffers   made inside the communicator
-    other                   made in backward or by the optimizer; batches; module buffers
+    activations             allocated in forward and not yet freed
+    communication buffers   allocated inside the communicator
+    other                   allocated in backward or by the optimizer; batches; module buffers
 
-Recording costs more than the step itself: use this step for counting, never for timing.
+Recording takes longer than the step itself: use this step for counting, never for timing.
 """
 
 import gc
@@ -36,21 +36,21 @@ from labkit.trace.recording.operations import operation_of
 from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
-FREEING = ("backward", "optimizer")  # phases that make no activations
-QUERY_DEVICE = torch.ops.prim.device.default  # a frequent query on fake tensors
+FREEING = ("backward", "optimizer")  # phases that create no activations
+QUERY_DEVICE = torch.ops.prim.device.default  # frequent query on fake tensors
 
 
 class Ledger:
-    """The live storages by category. Each change calls `changed(bytes by category)`."""
+    """Live storages by category. Every change calls `changed(bytes by category)`."""
 
     def __init__(self, changed: Callable[[tuple[int, ...]], object]):
         self._changed = changed
-        self._lock = threading.RLock()  # reentrant: entering a storage may free another
+        self._lock = threading.RLock()  # reentrant: entering one storage may free a different one
         self._held: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id -> ref, category, bytes
         self._sums = [0] * len(CATEGORIES)
 
     def enter(self, x: torch.Tensor, category: int, move: bool = False) -> None:
-        """Enter the storage of `x` if it is new; with `move`, recategorize a known one."""
+        """Enter the storage of `x` if new; with `move`, recategorize a known storage."""
         storage = x.untyped_storage()
         key = id(storage)
         with self._lock:
@@ -77,7 +77,7 @@ class Ledger:
                 self._changed(tuple(self._sums))
 
     def measure_again(self, only: Any = None) -> None:
-        """Update sizes, of `only` or all: some strategies resize storages to free memory."""
+        """Update the size of storage `only`, or of every storage, as strategies resize some."""
         with self._lock:
             for key in list(self._held) if only is None else [id(only)]:
                 ref, category, nbytes = self._held.get(key, (None, 0, 0))
@@ -89,35 +89,35 @@ class Ledger:
 
 
 class Detail:
-    """Counts between `begin` and `end`, for `trace` and the spans of `spans`."""
+    """Counts memory and operations between `begin` and `end`, into `trace` and `spans`."""
 
     def __init__(self, spans: Spans, trace: RankTrace):
         self._spans, self._trace = spans, trace
         self._ledger = Ledger(self._changed)
         self._modules: list[nn.Module] = []
-        self._in_place = ExitStack()  # hooks and patches that end with the step
-        self._tracked: set[int] = set()  # parameters with a hook, which keeps them alive
+        self._in_place = ExitStack()  # hooks and patches, removed at the end of the step
+        self._tracked: set[int] = set()  # ids of parameters kept alive by hooks
         self._communicating = threading.local()
         self._thread = threading.get_ident()
         self._counting = False
 
     def begin(self, modules: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
-        """Enter existing tensors, and start counting."""
+        """Enter existing tensors, then start counting."""
         for module in modules:
             self.add_module(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
-        gc.collect()  # cyclic garbage of an earlier run is not held memory
+        gc.collect()  # exclude cyclic garbage of earlier runs
         for x in gc.get_objects():
             if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
-                continue  # (isinstance would wake lazy objects)
+                continue  # (isinstance would trigger lazy objects)
             if not isinstance(x, nn.Parameter):
                 self._enter(x, OTHER)
-            elif not self._ledger.has(x, OPTIMIZER):  # a master copy is a Parameter, too
+            elif not self._ledger.has(x, OPTIMIZER):  # a master copy is also a Parameter
                 self._track(x)
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_measure(storage: Any, size: int) -> Any:  # modes do not see it
+        def resize_and_measure(storage: Any, size: int) -> Any:  # invisible to dispatch modes
             resized = resize(storage, size)
             self._ledger.measure_again(only=storage)
             return resized
@@ -134,7 +134,7 @@ class Detail:
         self._in_place.close()
 
     def add_module(self, root: nn.Module) -> None:
-        """Enter the parameters of a module, and keep it alive."""
+        """Enter a module's parameters, and keep the module alive."""
         if not any(root is module for module in self._modules):
             self._modules.append(root)
             for parameter in root.parameters():
@@ -145,12 +145,12 @@ class Detail:
         self._on_grad_ready(parameter)
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._tracked:
             self._tracked.add(id(parameter))
-            # torch's own method: a ZeRO-3 shard refuses hooks that would never be called
+            # torch's method, as a ZeRO-3 shard's own method refuses hooks that never run
             hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
             self._in_place.callback(hook.remove)
 
     def enter_state(self, optimizer: Any) -> None:
-        """Enter an optimizer's tensors, and the gradients it owns."""
+        """Enter an optimizer's state, parameter copies, and owned gradients."""
         given = {id(x) for group in optimizer.param_groups for x in group["params"]}
         for stepped_on, state in optimizer.state.items():
             for x in state.values():
@@ -169,7 +169,7 @@ class Detail:
 
     @contextmanager
     def inside_communicator(self) -> Iterator[None]:
-        """New memory in this block is for communication, also in the communicator's threads."""
+        """Count new memory in this context as communication buffers, in any thread."""
         outer, self._communicating.on = getattr(self._communicating, "on", False), True
         try:
             with nullcontext() if threading.get_ident() == self._thread else _Mode(self):
@@ -178,7 +178,7 @@ class Detail:
             self._communicating.on = outer
 
     def count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record an operation that has run."""
+        """Record a completed operation and its tensors."""
         communicating, span = getattr(self._communicating, "on", False), self._spans.innermost
         category = OTHER
         if communicating:
@@ -217,6 +217,6 @@ class _Mode(DispatchMode):
         if func is QUERY_DEVICE:
             return args[0].device
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":  # these only query tensors
+        if func.namespace != "prim":  # prim operations only query tensors
             self._detail.count(func, args, kwargs or {}, out)
         return out

@@ -1,11 +1,11 @@
-"""Watch a collective: run it on real ranks and record each message, with the buffer at that time.
+"""Watch a collective: run it on real ranks and record each message and the buffer contents.
 
     movement = watch_collective(world, "all_reduce", "ring")       # one of labkit's algorithms
-    movement = watch_collective(world, "all_reduce", my_function)  # yours: my_function(comm, x)
+    movement = watch_collective(world, "all_reduce", my_function)  # your own: my_function(comm, x)
     plot.movement(movement)
 
-The ranks move integers with decodable sums (labkit/trace/movement.py). A send copies its data at
-once, and a receive writes its data when it is waited for: every run gives the same picture.
+The ranks send integers with decodable sums (labkit/trace/movement.py). A send copies its data
+immediately, and a receive writes its data in `wait`, so every run yields the same picture.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ WATCHED = (
 
 
 class Ranks(Protocol):
-    """The part of `World` used here."""
+    """The part of `World` that this module uses."""
 
     size: int
 
@@ -44,19 +44,19 @@ def watch_collective(
     root: int = 0,
     ranks_per_node: int | None = None,
 ) -> Movement:
-    """Run a collective once on the ranks of `world`, and return how its data moved.
+    """Run a collective once on the ranks of `world`, and return the movement of its data.
 
     Args:
         world: 2 to 8 ranks, `World(n, backend="gloo")`.
-        collective: decides the initial contents. "all_reduce", "reduce_scatter", "reduce": each
+        collective: determines the initial contents. "all_reduce", "reduce_scatter", "reduce": each
             rank's integer in every chunk; "all_gather", "gather": in chunk `rank` only;
             "broadcast", "scatter": in every chunk, on `root` only.
-        algorithm: a name, as "ring" or "tree", or a function of (comm, x) that works in place with
+        algorithm: a name such as "ring" or "tree", or a function of (comm, x) that updates x using
             `comm.send`, `recv`, `isend` and `irecv`. `x` is int64, one element (a chunk) per rank.
-        ranks_per_node: for the hierarchical all-reduce.
+        ranks_per_node: node size for the hierarchical all-reduce.
 
-    Raises ValueError for an unknown name, an invalid world size, or a function that sends nothing;
-    RankError as `World.run` does.
+    Raises ValueError for an unknown name, an invalid world size, or a function that sends nothing,
+    and RankError as in `World.run`.
     """
     size = world.size
     if collective not in WATCHED:
@@ -89,7 +89,7 @@ def watch_collective(
 def _on_rank(
     collective: str, algorithm: str | Student, root: int, ranks_per_node: int
 ) -> list[Note]:
-    """Run the collective on this rank, and return its notes."""
+    """Run the collective on this rank, and return the rank's notes."""
     comm = Comm()
     x = torch.zeros(comm.size, dtype=torch.int64)
     for chunk in range(comm.size):
@@ -113,7 +113,7 @@ def _on_rank(
 def _started(
     collective: str, algorithm: Callable[..., Algorithm], wire: Wire, x: torch.Tensor, root: int
 ) -> Algorithm:
-    """Start one of labkit's algorithms with the arguments of its collective."""
+    """Start one of labkit's algorithms with the arguments that its collective requires."""
     chunks, add = list(x.split(1)), torch.Tensor.add_
     own, at_root = chunks[wire.rank], chunks if wire.rank == root else None
     arguments: dict[str, tuple[Any, ...]] = {
@@ -129,7 +129,7 @@ def _started(
 
 
 class WatchedComm:
-    """A `Comm` that notes each message together with the buffer `x`."""
+    """A `Comm` that notes every message and the contents of buffer `x`."""
 
     def __init__(self, comm: Comm, x: torch.Tensor):
         self._comm, self._x = comm, x
@@ -160,7 +160,7 @@ class WatchedComm:
         return self._handle(key, work, lambda: x.copy_(arrived))
 
     def _handle(self, key: Key, work: Work, finish: Callable[[], object] = lambda: None) -> Any:
-        """The handle of a pending message; its first `wait` is noted."""
+        """A handle for a pending message, which notes the first `wait`."""
 
         @cache
         def wait() -> None:
@@ -180,7 +180,7 @@ class WatchedComm:
         return key
 
     def _contents(self, x: torch.Tensor) -> Sent:
-        """The elements of `x` with their places in the buffer; None outside the buffer."""
+        """(place in the buffer, or None outside the buffer; value) for every element of `x`."""
         places: list[int | None] = [None] * x.numel()
         if x.untyped_storage().data_ptr() == self._x.untyped_storage().data_ptr():
             indices = torch.arange(self._x.numel())
@@ -200,7 +200,7 @@ class WatchedWire(Wire):
         self.rank, self.size = comm.rank, comm.size
 
     def isend(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        return self._comm.isend(x, peer, tag // STREAM)  # the communicator's tags are small
+        return self._comm.isend(x, peer, tag // STREAM)  # the communicator accepts only small tags
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
         return self._comm.irecv(x, peer, tag // STREAM)

@@ -1,5 +1,5 @@
-"""The cost of one operation, from its tensors: FLOPs, bytes moved, and the sides of a matmul. A
-replay turns it into a device's time."""
+"""The cost of one operation, computed from its tensors: FLOPs, bytes moved, and matmul sides. A
+replay converts the cost to time on a device."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +11,13 @@ from labkit.memory.flops import flops_of
 from labkit.trace import Operation
 
 aten = torch.ops.aten
-ALLOCATE = {  # nothing is read or written
+ALLOCATE = {  # operations that read and write no data
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided,
     aten._unsafe_view, aten._local_scalar_dense,  # a view; .item()
 }  # fmt: skip
 OVERWRITE = {aten.zero_, aten.fill_, aten.copy_, aten.normal_, aten.bernoulli_, aten.uniform_}
-LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # some rows of a table
-ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # into some rows of a table
+LOOK_UP = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read selected rows
+ADD_ROWS = {aten.index_add_, aten.scatter_add_, aten.index_put_}  # update selected rows
 ATTENTION = [
     getattr(aten, f"_scaled_dot_product_{core}{way}")
     for core in ("flash_attention_for_cpu", "flash_attention", "efficient_attention",
@@ -29,13 +29,13 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: nothing for views, and only the selected rows for look-ups."""
+    """Bytes read and written: 0 for views, and only the selected rows for look-ups."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in ALLOCATE or func.is_view:
         return 0
     if kind in OVERWRITE:
-        return in_bytes  # copy_: the source read, the destination written
+        return in_bytes  # copy_: source read, destination written
     if kind in LOOK_UP:
         return 2 * out_bytes + sum(x.nbytes for x in ins[1:])
     if kind in ADD_ROWS:
@@ -44,7 +44,7 @@ def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
 
 
 def sides_of(func: Any, args: Any) -> tuple[int, ...]:
-    """m, n and k of a matmul [m, k] x [k, n], for attention those of q kᵀ; else ()."""
+    """m, n and k of a matmul [m, k] x [k, n], or of q kᵀ in attention; else ()."""
     kind = func._overloadpacket
     if kind not in (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, *ATTENTION):
         return ()
@@ -57,7 +57,7 @@ def sides_of(func: Any, args: Any) -> tuple[int, ...]:
 def operation_of(
     func: Any, args: Any, kwargs: Any, out: Any, when_s: float, step: int
 ) -> Operation | None:
-    """The operation for the trace; None if it costs nothing."""
+    """The operation as a trace record; None if it has no cost."""
     ins = tensors_in((args, {name: x for name, x in kwargs.items() if name != "out"}))
     outs = tensors_in(out) or written_by(func, args, kwargs)
     flops, moved_bytes = flops_of(func, args, kwargs, out), moved_bytes_of(func, ins, outs)
@@ -70,7 +70,7 @@ def operation_of(
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments written by an operation that returns nothing, as on lists of tensors."""
+    """The arguments that an operation without a return value writes, as on tensor lists."""
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])

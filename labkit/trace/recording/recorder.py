@@ -1,6 +1,6 @@
-"""The recorder of one rank: collects spans, communication events, memory and metrics by step. It
-writes finished records to the run's folder every half second, so that a rank that dies or hangs
-leaves its record behind."""
+"""The recorder of one rank: collects spans, communication events, memory and metrics per step, and
+writes finished records to the run folder every half second, so that the records of a rank survive
+if the rank dies or hangs."""
 
 import platform
 import threading
@@ -28,10 +28,10 @@ FLUSH_S = 0.5
 
 
 class Recorder:
-    """Records this process during each `with recorder:` block, in `trace` and, unless None, in the
-    run folder `folder`. `rank` and `size` are of the world; `detail_step` is recorded in detail."""
+    """Records this process during every `with recorder:` block, into `trace` and, if given, the run
+    folder `folder`. `rank` and `size` refer to the world; `detail_step` is recorded in detail."""
 
-    now: "Recorder | None" = None  # the active recorder of this process
+    now: "Recorder | None" = None  # active recorder of this process
 
     def __init__(self, rank: int, size: int, folder: Path | None, detail_step: int | None):
         device = _device() if torch.cuda.is_initialized() else "cpu"
@@ -45,7 +45,7 @@ class Recorder:
         self._roots: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Any] = WeakSet()
         self._step = Step(0, 0.0, 0.0)
-        self.count_at_begin = 0  # spans and events when the step began
+        self.count_at_begin = 0  # number of spans and events when the step began
         self._writer = _Writer(folder, self) if folder else None
         self._on = ExitStack()
 
@@ -61,7 +61,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type | None, *rest: Any) -> None:
-        """End the step, if it has any records: the next block begins a new one."""
+        """End the current step, or drop the step if empty; the next block begins a new step."""
         try:
             self._end_detail()
             self.trace.complete = kind is None
@@ -69,7 +69,7 @@ class Recorder:
                 self.trace.steps.pop()
             elif kind is None:
                 self._end_step()
-            else:  # open records stay open: the step was cut off
+            else:  # the step was cut off: open records stay open
                 self.trace.spans += self.still_open()
                 self.spans.step += 1
             self.clock.settle(patience_s=5.0)
@@ -77,8 +77,8 @@ class Recorder:
             self._on.__exit__(kind, *rest)
 
     def leave_to_ranks(self) -> None:
-        """Leave recording to the ranks of a world that this process drives. Raises RuntimeError if
-        this process has recorded anything."""
+        """Delegate recording to the ranks of a world that this process drives. Raises RuntimeError
+        if this process already has records."""
         if self.count():
             raise RuntimeError(
                 "record(): this block has already recorded this process's own computing; put "
@@ -103,7 +103,7 @@ class Recorder:
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
-            self._detail.begin(self._roots, self._optimizers)  # slow: not part of the step
+            self._detail.begin(self._roots, self._optimizers)  # slow, so before the step begins
         self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
@@ -128,12 +128,12 @@ class Recorder:
             self.spans.clock = here.clock = self.clock
 
     def count(self) -> int:
-        """The number of spans and events so far, open ones included."""
+        """The number of spans and events so far, including open spans."""
         return len(self.trace.spans) + len(self.trace.comms) + len(self.still_open())
 
     @property
     def step_is_empty(self) -> bool:
-        """Whether the last step in the trace has no records yet."""
+        """Whether the current step is the last in the trace and has no records yet."""
         steps = self.trace.steps
         return bool(steps) and steps[-1] is self._step and self.count() <= self.count_at_begin
 
@@ -150,19 +150,19 @@ class Recorder:
 
 
 def metric(**values: float) -> None:
-    """Record metrics of the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
+    """Record metrics for the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
     if (recorder := Recorder.now) is None:
         return
     step = recorder.spans.step
     if recorder.count() == recorder.count_at_begin and step > 0:
-        step -= 1  # the optimizer's step has just ended it
+        step -= 1  # the optimizer has just ended that step
     metrics = {name: x if name == "step" else float(x) for name, x in values.items()}
     recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **metrics})
 
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Record the computing in this block as a span, as `with span("sampling"):`."""
+    """Record the enclosed computing as a user span, as `with span("sampling"):`."""
     if (recorder := Recorder.now) is None:
         yield
         return
@@ -178,13 +178,13 @@ def _device() -> str:
 
 
 class _Writer:
-    """Appends new records to the rank's file from a thread. Ends with a warning if that fails."""
+    """A thread that appends new records to the rank's file; stops with a warning on an OSError."""
 
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
         self._file: RankFile | None = None
         self._written = [0] * len(self._lists())
-        self._early: dict[int, Span] = {}  # written while open, and again at their end
+        self._early: dict[int, Span] = {}  # id -> span written while open, rewritten at its end
         self._stop = threading.Event()
         self.off = False
 
@@ -202,7 +202,7 @@ class _Writer:
 
     def close(self) -> None:
         if self._file:
-            self._file.close()  # `__exit__` has written an end mark, unless there was an error
+            self._file.close()  # `__exit__` wrote the end mark, unless an error occurred
 
     def _work(self) -> None:
         long_open: list[Span] = []
@@ -212,14 +212,14 @@ class _Writer:
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
-        """Write new records, and the spans that have been open since the last time."""
+        """Write new records, and the spans that were already open at the previous write."""
         if self.off:
             return
         self._recorder.clock.settle()
         trace, ends = self._recorder.trace, [len(records) for records in self._lists()]
         ends[0] -= self._recorder.step_is_empty  # an empty step is not written
         if self._file is None and not self._recorder.count() and not self._stop.is_set():
-            return  # a world's ranks may record themselves instead
+            return  # the ranks of a world may record instead
         lists = zip(self._lists(), self._written, ends, strict=True)
         steps, spans, *others, metrics = (records[begin:end] for records, begin, end in lists)
         self._written = ends

@@ -1,6 +1,6 @@
-"""`record()` records a world's runs from a notebook, or a single rank from inside. In a notebook,
-every `world.run` carries a spec to a Recorder on each rank; all ranks write the run's folder, which
-is read at the end. On a single rank, the Recorder is in this process."""
+"""`record()` records a world's runs from a notebook, or one rank from inside its process. In a
+notebook, every `world.run` sends a spec to a Recorder on each rank; the ranks write to the run
+folder, which is read at the end. On a single rank, the Recorder is in this process."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
 from labkit.trace.recording.recorder import Recorder
 
-# What a rank needs to record itself: number of the block in this driver, run folder, detail step.
+# A rank's recording spec: number of the record() block in this driver, run folder, detail step.
 Spec = tuple[int, str, int | None]
 
 
@@ -32,13 +32,13 @@ class Recording:
     folder: Path | None
     detail_step: int | None
     about: dict[str, Any]
-    recorder: Recorder  # of this process
-    world: object = None  # the recorded world; None: this process
-    failed: bool = False  # the ranks were stopped, and will write no more
+    recorder: Recorder  # recorder of this process
+    world: object = None  # recorded world; None: this process
+    failed: bool = False  # the ranks were stopped and write nothing more
     number: int = field(default_factory=count(1).__next__)
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
-        """The spec for a run of `world` that `about` describes; None if it is not to be recorded.
+        """The spec for a run of `world` with entries `about`; None if recording has failed.
         Raises RuntimeError for a second world: a run folder holds one world."""
         if self.failed:  # step and sequence numbers are lost with the ranks
             warnings.warn(
@@ -64,21 +64,21 @@ def record(
     replace: bool = False,
     **about: Any,
 ) -> Iterator[Trace]:
-    """Record what the ranks do in this block; the trace is filled when the block ends.
+    """Record the ranks in this block; the trace is filled when the block ends.
 
-    Around `world.run(...)` in a notebook, all ranks are recorded. In a single process, or on a rank
-    started by torchrun or a World, only that process is: read the folder with `labkit.read_run` to
-    see all ranks. A training step ends with the optimizer's step. Communication that bypasses
-    labkit's communicator, as that of torch's own DDP, is not recorded.
+    Around `world.run(...)` in a notebook, every rank is recorded. In a single process, or on a rank
+    started by torchrun or a World, only this process is recorded; `labkit.read_run(path)` returns
+    the trace of all ranks. A training step ends with the optimizer's step. Communication that
+    bypasses labkit's communicator, as in torch's DDP, is not recorded.
 
     Args:
-        path: keep the run as this folder, written while it runs; see `labkit.read_run`.
-        detail_step: record this step (0 is the first) in detail: memory by category, operations
-            and bytes of each span. It takes several times as long; ignore its times.
-        replace: overwrite the run at `path`.
-        about: further entries of `run.json`, as `seed=3`.
+        path: write the run to this folder while it runs; see `labkit.read_run`.
+        detail_step: record this step (0 is the first) in detail: memory by category, operations,
+            and FLOPs and bytes per span. The step takes several times as long; ignore its times.
+        replace: overwrite a run at `path`.
+        about: additional entries for `run.json`, as `seed=3`.
 
-    Raises ValueError if `path` holds something else, RuntimeError inside another `record()`.
+    Raises ValueError as `begin_run` for `path`, and RuntimeError inside another `record()`.
 
     >>> with record() as trace:
     ...     world.run(train)
@@ -104,7 +104,7 @@ def record(
         if rank == 0:
             begin_run(folder, {"world_size": size, "table": table_note(), **about}, replace)
         if comm is not None:
-            comm.barrier()  # other ranks write into the folder that rank 0 created
+            comm.barrier()  # other ranks write to the folder that rank 0 creates
     trace = Trace()
     recorder = Recorder(rank, size, folder, detail_step)
     Recording.now = recording = Recording(folder, detail_step, about, recorder)
@@ -118,7 +118,7 @@ def record(
             recorded = Trace({rank: recorder.trace}, dict(about), recorder.metrics).from_zero()
         else:
             assert recording.folder is not None
-            add_metrics(recording.folder, recorder.metrics)  # recorded by the driver itself
+            add_metrics(recording.folder, recorder.metrics)  # metrics of the driver process
             recorded = read_run(recording.folder)
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
@@ -130,7 +130,7 @@ def _fill(trace: Trace, recorded: Trace) -> None:
 
 
 class OnRank:
-    """Keeps one recorder on this rank across runs with the same spec."""
+    """Keeps this rank's recorder across runs with the same spec."""
 
     def __init__(self, rank: int, size: int):
         self._place = rank, size
@@ -139,7 +139,7 @@ class OnRank:
 
     @contextmanager
     def following(self, spec: Spec | None) -> Iterator[None]:
-        """Record this block if there is a spec."""
+        """Record this block unless `spec` is None."""
         if spec != self._spec:
             if self._recorder is not None:
                 self._recorder.close()

@@ -1,10 +1,10 @@
-"""Spans of forward, backward and optimizer by module, for any model and training loop.
+"""Forward, backward and optimizer spans per module, for any model and training loop.
 
-    forward     every module call is wrapped (at a fifth of the cost of torch's hooks for all
-                modules): spans nest as modules do
-    backward    the last autograd node that a module made in forward runs first in its backward: a
-                hook on it begins the module's span and ends the previous one. Nodes that a parent
-                makes between its modules begin a span of the parent.
+    forward     every module call is wrapped (at a fifth of the cost of torch's global module
+                hooks); spans nest like modules
+    backward    the last autograd node that a module creates in forward runs first in its backward:
+                a hook on this node begins the module's span and ends the previous span. Nodes that
+                a parent creates between child modules begin a span of the parent.
     optimizer   hooks before and after `step`, which ends a training step
 
 Models, strategies and training loops need no changes.
@@ -29,9 +29,9 @@ from torch.optim.optimizer import (
 from labkit.runtime.clock import Clock
 from labkit.trace import Span
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # its sequence number
-_LEAF = 2**64 - 1  # the number of AccumulateGrad nodes
-FREE = {  # in backward, these only pass the gradient on
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # sequence number
+_LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
+FREE = {  # nodes that only pass on the gradient
     f"{name}Backward0"
     for name in (
         "Add", "Alias", "AsStrided", "Expand", "Permute", "Select", "Slice", "Split", "Squeeze",
@@ -45,7 +45,7 @@ _Hooks = dict[int, Callable[..., Any]]
 
 @dataclass(slots=True, eq=False)
 class _NamedModule:
-    """A module with its name, its class and the hooks that begin its backward."""
+    """A module, its name and class, and the hooks that begin its backward span."""
 
     module: "ref[nn.Module]"
     name: str
@@ -54,9 +54,9 @@ class _NamedModule:
 
 
 class Spans:
-    """Makes the spans of one rank while its hooks are in place (`with spans:`).
+    """Creates one rank's spans while the hooks are installed (`with spans:`).
 
-    `done(span)` is called when a span ends, `step_ended(optimizer)` after an optimizer's step, and
+    `done(span)` is called when a span ends, `step_ended(optimizer)` after an optimizer step, and
     `root_called(root)` before the forward of an outermost module.
     """
 
@@ -71,18 +71,18 @@ class Spans:
         self.clock, self._done = clock, done
         self._step_ended, self._root_called = step_ended, root_called
         self._open: list[Span] = []  # outermost first
-        self._of_user: list[Span] = []  # opened by the user, outside the nesting
-        self._running: Span | None = None  # of the module whose backward runs
+        self._of_user: list[Span] = []  # user spans, outside the nesting
+        self._running: Span | None = None  # of the module whose backward is running
         self._known: dict[int, _NamedModule] = {}  # by id(module)
-        self._hooks: dict[tuple[str, str], _Hooks] = {}  # by name and kind of a module
+        self._hooks: dict[tuple[str, str], _Hooks] = {}  # by module name and class
         self._hook_holder = torch.empty(0)  # see `_mark`
-        self._loss: Span | None = None  # begun when the last outermost forward ended
+        self._loss: Span | None = None  # begins at the end of the outermost forward
         self._on, self._thread = False, 0
-        self._marked_until = -1  # autograd's next node at the last mark
-        # (module, first node, count) of nodes that a parent made before a module, if none could be
-        # marked: they are not searched again.
+        self._marked_until = -1  # next sequence number at the last mark
+        # (module, first node, count): nodes that a parent created before this module, none of which
+        # could be marked; not searched again.
         self._nothing_before: set[tuple[_NamedModule, int, int]] = set()
-        self._first_node = 0  # of the outermost forward
+        self._first_node = 0  # first autograd node of the outermost forward
         self._in_place = ExitStack()
 
     def __enter__(self) -> "Spans":
@@ -108,12 +108,12 @@ class Spans:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a module's forward runs, or its loss is being computed."""
+        """Whether a module's forward is running or the loss is being computed."""
         return self._loss is not None or (bool(self._open) and self._open[-1].phase == "forward")
 
     @property
     def innermost(self) -> Span | None:
-        """The span that computes now."""
+        """The innermost open span, preferring module spans to user spans."""
         return self._running or next(
             (spans[-1] for spans in (self._open, self._of_user) if spans), None
         )
@@ -129,7 +129,7 @@ class Spans:
         return span
 
     def end(self, span: Span) -> None:
-        """End `span`, and spans inside it that an error left open."""
+        """End `span` and any nested spans that an error left open."""
         spans = self._of_user if span.phase == "user" else self._open
         last = None
         while last is not span and any(x is span for x in spans):
@@ -143,14 +143,14 @@ class Spans:
     # --- forward ---
 
     def _recorded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `call`, the call of all modules, in a span. It runs hundreds of times per step, from
-        cold caches, so it does as little as possible."""
+        """Wrap `call` (`nn.Module.__call__`) in a span. The wrapper runs hundreds of times per step
+        with cold caches, so it does as little as possible."""
         get_ident, is_compiling = threading.get_ident, torch.compiler.is_dynamo_compiling
         spans, all_known, nothing_before = self._open, self._known, self._nothing_before
 
         def recorded_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or get_ident() != self._thread:
-                return call(module, *args, **kwargs)  # record one thread, and no compiled code
+                return call(module, *args, **kwargs)  # record only one thread, no compiled code
             if outermost := not spans:
                 self._root_called(module)
                 self._first_node = _next_node()
@@ -179,14 +179,14 @@ class Spans:
                     self._done(span)
                 else:
                     self.end(span)
-                if outermost:  # from here to backward, the loss is computed
+                if outermost:  # until backward, the loss is computed
                     self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
                     clock.begin(self._loss)
 
         return recorded_call
 
     def _name_modules(self, root: nn.Module) -> _NamedModule:
-        """Name all modules from the root, without the `module` of a wrapper."""
+        """Name every module below `root`, without the "module." prefix of a wrapper."""
         for path, module in root.named_modules():
             known = self._known.get(id(module))
             if known is None or known.module() is not module:
@@ -199,32 +199,32 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Call `hooks` when backward reaches the nodes behind these tensors, unless they precede
-        the last mark: mostly, one output is the next input. Returns whether any was marked."""
+        """Call `hooks` when backward reaches the nodes that created these tensors; return whether
+        any node was marked. Nodes before the last mark are skipped, as most inputs are marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
             node: Any = value.grad_fn
             while node is not None and since <= (number := node._sequence_nr()) < _LEAF:
                 if not by_parent or type(node).__name__ not in FREE:
-                    if number not in marked:  # one node may have made several tensors
+                    if number not in marked:  # one node may create several tensors
                         marked.append(number)
-                        # Taking over the hooks of a tensor costs a third of `register_prehook`.
-                        # All nodes share one tensor: one per module would lie among the
-                        # activations and fragment the heap.
+                        # Registering a tensor's hook dict costs a third of `register_prehook`.
+                        # All nodes share this tensor: one per module would be allocated among
+                        # the activations and fragment the heap.
                         self._hook_holder._backward_hooks = hooks
                         node._register_hook_dict(self._hook_holder)
                     break
-                node = node.next_functions[0][0]  # this node only passes the gradient on
+                node = node.next_functions[0][0]  # this node only passes on the gradient
         return bool(marked)
 
     def _mark_input(self, args: tuple[Any, ...]) -> bool:
-        """Mark the nodes that a parent has made since its last module as the parent's."""
+        """Mark nodes that a parent created since its last child module as the parent's."""
         parent = self._open[-1]
         return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
 
     def _hooks_of(self, module: str, kind: str) -> _Hooks:
-        """The hooks for the autograd nodes of this module."""
+        """The hooks for autograd nodes of modules with this name and class."""
         if (module, kind) not in self._hooks:
             self._hooks[module, kind] = {0: partial(self._backward_of, module, kind)}
         return self._hooks[module, kind]
@@ -244,12 +244,12 @@ class Spans:
             self.end(whole)
 
     def _backward_of(self, module: str, kind: str, gradient: Any) -> None:
-        """Called before autograd runs the first node of `module`'s backward."""
+        """Hook that autograd calls before the first node of `module`'s backward."""
         if not self._on:
-            return  # a graph from before the recording ended
+            return  # the graph's forward was recorded, but recording has ended
         if self._running is not None:
             self._end_running()
-        else:  # work of strategies after backward is not the last module's
+        else:  # strategies' work after backward is not part of a module
             torch.autograd.Variable._execution_engine.queue_callback(self._end_running)
         self._running = Span("backward", module, self.step, 0.0, 0.0, len(self._open), kind)
         self.clock.begin(self._running)
@@ -279,7 +279,7 @@ class Spans:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among `values`, also inside tuples, lists and dicts."""
+    """The tensors among `values`, including those nested in tuples, lists and dicts."""
     tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

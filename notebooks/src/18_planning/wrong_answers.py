@@ -106,7 +106,7 @@ mfu_only: two numbers: (mfu, days)
 Solution("18.can_run").slips("""
 any_number_of_ranks: expected: False: the sizes do not divide
     layout.ranks != gpus or ->
-any_heads: 24 heads do not divide by 16
+any_heads: 24 heads are not divisible by 16
     or sizes.heads % layout.tp ->
 forgets_the_chunks: stages of 2 chunks
     (layout.pp * layout.chunks) -> layout.pp
@@ -170,7 +170,7 @@ def three_numbers(job):
     return best_of(job).tp, best_of(job).pp, best_of(job).dp
 
 
-@wrong("18.choose", "36 blocks do not divide by 8")
+@wrong("18.choose", "36 blocks are not divisible by 8")
 def eight_stages(job):
     eight = Layout(tp=2, pp=8, dp=job.cluster.size // 16, zero=1)
     return eight if job.sizes.depth == 36 else best_of(job)

@@ -21,7 +21,7 @@ On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-With dropout, seed each rank differently after building the model; "ring" attention allows none.
+With dropout, seed each rank differently after building the model; "ring" has no attention dropout.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; name and shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -136,7 +136,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
 
 
 class _FillPositions:
-    """Forward pre-hook that passes `positions`; by default, each shard would start at 0."""
+    """Forward pre-hook that passes `positions`; by default, each shard would begin at 0."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self.signature, self.comm = inspect.signature(model.forward), comm

@@ -9,7 +9,7 @@
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
 Each step computes attention to one block, as FlashAttention does: out and, per query, L = log(sum
-of exp(score)). Two partial results are combined by
+of exp(score)). Two partial results are combined as:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 

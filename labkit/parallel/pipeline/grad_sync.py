@@ -3,13 +3,13 @@
 Replicas of a stage average their gradients. A pipeline runs many backwards per step:
 
     1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
-    DDP, stage 1 of ZeRO                         └ once per step       2 (d-1)/d G
+    DDP, stage 1 of ZeRO                         └ once per step      2 (d-1)/d G
     stage 2 of ZeRO                  B0    B1    B2 each time    (m+1) (d-1)/d G
     ZeRO-3                        F0 B0 F1 B1 F2 B2 each time        3m (d-1)/d G
 
-ZeRO-2 and 3 keep no full gradients or weights, so they communicate in every pass.
-DeepSpeed's PipelineEngine rejects both stages; labkit rejects only combinations that are wrong or
-even slower: ZeRO-2 or 3 with deferred weights, ZeRO-3 with tied weights, replicas without a flush.
+ZeRO-2 and 3 keep no full gradients or weights, so they communicate in every pass. DeepSpeed's
+PipelineEngine rejects both stages; labkit rejects only what would be wrong or even slower: deferred
+weight gradients in ZeRO-2 or 3, tied weights in ZeRO-3, replicas without a flush.
 
 A tied parameter, such as an embedding shared with the head, is on several stages:
 
@@ -24,7 +24,7 @@ group (the owners) per data- and tensor-parallel index:
     traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
                 with a ZeroOptimizer, which gives tied weights their own bucket, 1/dp
 
-Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent per rank and step.
+Legend: d replicas, m micro-batches, G bytes of the stage's gradients; traffic is per rank and step.
 Source: Megatron-LM: embedding groups of `initialize_model_parallel`; the shared embedding's own
     bucket under the distributed optimizer (`_ParamAndGradBuffer`).
 """
@@ -100,7 +100,7 @@ def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tupl
 
 
 class Tied:
-    """Parameters that several stages share: equal at the start, gradients summed each step."""
+    """Parameters that several stages share: broadcast at first; gradients summed in each step."""
 
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
@@ -127,7 +127,7 @@ class Tied:
 
 
 class WholeGradient:
-    """The unsharded gradient of a tied parameter, as without ZeRO."""
+    """The unsharded gradient of a tied parameter, used without ZeRO."""
 
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0

@@ -32,7 +32,7 @@ class TensorMeta(NamedTuple):
     """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
-    rest: tuple[int, ...]  # the shape after the rows
+    rest: tuple[int, ...]  # the shape after dim 0, the rows
     has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
@@ -89,8 +89,8 @@ class P2PChannel:
         self._in_step = False
 
     def begin(self, rows: Sequence[int], device: torch.device, changed: bool) -> None:
-        """`changed`: shapes or dtypes differ from the last step. Raises RuntimeError if the last
-        step failed."""
+        """`changed`: whether shapes or dtypes differ from the last step. Raises RuntimeError if the
+        last step failed."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline failed, and its messages are still in flight; "
@@ -109,7 +109,7 @@ class P2PChannel:
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
-        """Start to send `x`; None means no gradient and sends nothing."""
+        """Start sending `x`; None means no gradient, and nothing is sent."""
         self._release_sent()
         if message.what == "activation":
             assert x is not None

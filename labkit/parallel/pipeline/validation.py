@@ -229,7 +229,7 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 
 def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """Returns the settings that determine shapes and dtypes of a step's messages. `before`: those of
+    """The settings that determine shapes and dtypes of a step's messages. `before`: the same for
     the last step. Raises CollectiveMismatch if settings, or whether they changed, differ between
     ranks: some ranks would wait for metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"

@@ -1,6 +1,6 @@
 """Checks that every layer can be sharded, and that all ranks receive the same input.
 
-Each layer runs in one process; random tensors replace the outputs of its linears, without weights.
+Each layer runs in one process, with random tensors as its linears' outputs; no weights are read.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output

@@ -357,7 +357,7 @@ class Comm:
             size = torch.tensor([flat.numel()], device=flat.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # A fake group receives nothing: a copy of this rank's object replaces each.
+            # A fake group receives nothing: all ranks' objects are copies of this rank's object.
             received = [
                 flat.clone() if n == flat.numel() else flat.new_empty(n) for n in sizes.tolist()
             ]

@@ -18,7 +18,7 @@ class CommError(RuntimeError):
 
 
 class Handle:
-    """Returned by an asynchronous operation; do not touch the tensors until `wait` returns."""
+    """Returned by an asynchronous operation; do not touch the operands until `wait` returns."""
 
     def __init__(
         self,

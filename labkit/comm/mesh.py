@@ -74,7 +74,7 @@ class Mesh:
         return rank_at(self.sizes, self.coordinates() | where)
 
     def _over(self, axes: Collection[str]) -> Comm:
-        """Create the groups of all lines along `axes`, in the same order on all ranks."""
+        """Create one group per line along `axes`, in the same order on all ranks."""
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
         all_lines = list(lines(self.sizes, *axes))

@@ -75,7 +75,7 @@ def check_rooted(
 
 
 def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
-    """Split `whole` into n equal flat views. Raises ValueError if that is not possible."""
+    """Split `whole` into n equal flat views. Raises ValueError if `whole` cannot be split."""
     if whole.numel() % n or not whole.is_contiguous():
         problem = "is not contiguous" if whole.numel() % n == 0 else f"is not divisible by {n}"
         raise ValueError(
@@ -86,7 +86,7 @@ def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
 
 
 def check_op(op: str, x: torch.Tensor) -> None:
-    """Raises TypeError for a non-tensor, ValueError if `op` cannot reduce its dtype."""
+    """Raises TypeError for a non-tensor, ValueError if `op` cannot reduce the dtype."""
     check_tensor(x)
     if problem := _refusal(op, x.dtype, x.is_cuda):
         raise ValueError(problem)

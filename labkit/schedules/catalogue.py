@@ -1,4 +1,4 @@
-"""All schedules by name; schedules that split backward are in zero_bubble.py, the rest is here.
+"""All schedules by name, and the definitions of all but the zero-bubble schedules (zero_bubble.py).
 
 Naive: a micro-batch runs forward through all stages, then backward, before the next one starts.
 
@@ -20,7 +20,7 @@ GPipe: all forwards, then all backwards.
         stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
 
 The bubble (filling and draining) is (p - 1)(F + B), or (p - 1)/(m + p - 1) of the step. Each stage
-holds the activations of all m micro-batches. (The paper reverses the backwards, at the same cost.)
+holds the activations of all m micro-batches. (The GPipe paper reverses backwards; same cost.)
 
 1F1B: after a warm-up, each stage alternates one forward and one backward.
 

@@ -154,7 +154,7 @@ def _all_update_or_none(schedule: Schedule) -> None:
             raise ScheduleError(
                 "all update or none",
                 f"stage {stage} never does {missing[0]}, but other micro-batches have an update; "
-                "give an update to all of them, or to none",
+                "give all micro-batches an update, or none",
                 stage,
             )
 

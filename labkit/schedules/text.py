@@ -4,7 +4,7 @@
     stage 1  .. F0 B0 F1 B1
 
 Each column is one unit of time, the duration of every action; ".." is idle. F is forward, B
-backward, I and W the halves of backward (input, weight), U update; F0.1 is on chunk 1.
+backward, I and W the halves of backward (input, weight), U update; F0.1 is F0 on chunk 1.
 """
 
 import re

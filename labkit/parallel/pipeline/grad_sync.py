@@ -175,7 +175,7 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """A group of ranks of a comm that cannot create subgroups, as it covers part of the world: each
+    """Replaces a subgroup of a comm that covers part of the world and cannot create subgroups: each
     owner sends to every other owner. (For two owners, this sends as much as an all-reduce.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):

@@ -34,7 +34,7 @@ class ScatterGather:
     def own_part(self, x: Tensor, what: str) -> Tensor:
         """This rank's flat slice of x [rows, ...]. In a `World(check=True)`, raises ValueError,
         naming `what`, if x differs between ranks."""
-        advice = "scatter_gather sends a slice of each, so they must be bitwise equal"
+        advice = "scatter_gather sends one slice per rank, so replicas must be bitwise equal"
         check_same(self.comm, what, lambda: [x], advice)
         return self.own_slice(x.contiguous())
 

@@ -92,7 +92,7 @@ class StagedModel(nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model, on every rank's CPU; shards (tensor parallelism, ZeRO3)
-        are gathered. All ranks of the mesh must call it."""
+        are gathered. All ranks of the mesh must call this."""
         own: dict[str, Tensor] = {}
         for index, stage in self._own.items():
             names = Layers(layers_in(index, stage)).state_dict()

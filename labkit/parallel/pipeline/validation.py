@@ -75,8 +75,8 @@ def _difference(
 def agreed_schedule(
     schedule: str | Schedule, comm: Comm, microbatches: int | None, chunks: int
 ) -> tuple[Schedule, int]:
-    """Action lists, and the number of micro-batches. Raises ValueError if they are invalid for
-    these ranks and chunks, or differ between ranks."""
+    """The action lists and the number of micro-batches. Raises ValueError if the lists are invalid
+    for `comm` and `chunks`, or differ between ranks."""
     if isinstance(schedule, str):
         microbatches = MICROBATCHES if microbatches is None else microbatches
         schedule = schedule_of(schedule, comm.size, microbatches, chunks)
@@ -246,7 +246,7 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """ValueError if the loss is not a scalar, RuntimeError if it lacks a `needed` gradient."""
+    """Raises ValueError for a loss that is no scalar, RuntimeError without a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

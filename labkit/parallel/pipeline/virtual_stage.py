@@ -4,7 +4,7 @@
                                      itself is freed after the send, if no operation saved y
     backward   dx ◀─────────── dy    then the graph is freed
     input      dx ◀─────────── dy    weight gradients are deferred (deferred_weights.py)
-    weight     dW                    ... until here
+    weight     dW                    the deferred gradients
     update                           PipeDream: an optimizer step with this micro-batch's gradient
 
 PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the cost

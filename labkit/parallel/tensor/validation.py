@@ -38,7 +38,7 @@ def layers_to_shard(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str
 
 
 def split_trials(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
-    """One trial per layer. Raises ValueError if there is no layer or one cannot be sharded."""
+    """One trial per layer. Raises ValueError if no layer is found or a layer cannot be sharded."""
     trials = [SplitTrial(comm.size, *layer) for layer in layers_to_shard(model)]
     if not trials:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kw
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
     check_same(comm, "input", inputs, SAME_BATCH)
-    advice = "call torch.manual_seed with the same seed on all of them"
+    advice = "call torch.manual_seed with the same seed on every rank"
     check_same(comm, "random state", partial(random_states, model), advice)
 
 
@@ -103,7 +103,7 @@ class SplitTrial:
         self.columns, self.row = columns, row
         self._check_parts(path and f"{path}.")
         self._check_sizes(path and f"{path}.")
-        # A part edited by another strategy communicates in its forward.
+        # A part edited by a different strategy communicates in forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
         if self.pending:  # on a copy without weights: a forward may change its module
@@ -208,7 +208,7 @@ class SplitTrial:
                 before = random_states(self.layer)
                 args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
                 output = tree_leaves(self.copy.forward(*args, **kwargs))
-                # Dropout that ignores eval mode differs between slices, so they are not compared.
+                # Dropout that ignores eval mode makes slices differ, so slices are not compared.
                 self.is_random = not all(map(torch.equal, before, random_states(self.layer)))
         finally:  # the copy keeps no weights
             self.copy._modules.update(dict.fromkeys(self.names))

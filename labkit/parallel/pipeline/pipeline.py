@@ -44,7 +44,7 @@ class Pipeline(StagedModel):
     Args:
         stages: all p v virtual stages in order, equal on every rank, as from `split`. Each stage
             maps a tensor [rows, ...] to a tensor.
-        comm: the ranks, such as `mesh.pp`; default: all.
+        comm: the ranks, such as `mesh.pp`; default: all ranks.
         schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or a custom
             list of actions per rank.
         microbatches: m; default: 8, or the count in a custom schedule.
@@ -54,7 +54,7 @@ class Pipeline(StagedModel):
         optimizer: for schedules with updates ("pipedream"): an optimizer, or a function of the
             parameters, such as `lambda p: torch.optim.SGD(p, lr=0.1)`.
         scatter_gather: tensor-parallel ranks, such as `mesh.tp`, each of which sends
-            1/t (scatter_gather.py). Not for a sharded sequence.
+            1/t of x (scatter_gather.py). Not for a sharded sequence.
         wrap: wraps each trainable local stage, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
             wrapped stages.
 

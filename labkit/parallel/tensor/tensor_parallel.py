@@ -18,7 +18,7 @@ Sequence parallelism (`sequence=True`) also shards x, so that no activation is r
                       shards: four all-reduces of gradients, 6 w elements per layer
     saved             s b w (34 + 5 h s / w) / t bytes per layer
 
-Full recompute repeats the forward's collectives; a layer's last collective only if dropout follows.
+Full recompute repeats forward's collectives (a layer's last collective only if dropout follows).
 
     dropout mask                      rank 0     rank 1     random numbers are
     of a replica [b, s, w]            1 0 1 1    1 0 1 1    the same, so replicas stay equal
@@ -57,7 +57,7 @@ def tensor_parallel(
         comm: the ranks that share the model, such as `mesh.tp`. These ranks need the same batch
             and seed, so that dropout is equal on replicas and differs between shards.
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
-        gather_logits: True: each rank gets all logits; False: the logits of its vocabulary shard.
+        gather_logits: whether every rank gets all logits, or only those of its vocabulary shard.
 
     Raises ValueError if heads or widths are not divisible by t, if a layer is sharded already, has
     unknown parameters or computes wrong values on a slice of its features (such as a fused gate),

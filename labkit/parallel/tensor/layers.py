@@ -52,7 +52,7 @@ from labkit.parallel.common.conjugate import (
 )
 from labkit.parallel.common.shards import Shard, check_same, mark_shard, marked_as
 
-SAME_BATCH = "pass every rank the same batch, chosen by the rank along the data-parallel axis"
+SAME_BATCH = "pass all of them the same batch, chosen by the rank along the data-parallel axis"
 
 
 class ShardedLinear(nn.Module):

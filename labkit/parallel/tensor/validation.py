@@ -75,7 +75,7 @@ def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kw
         return [x for x in tensors if not (sequence and x.is_floating_point())]
 
     check_same(comm, "input", inputs, SAME_BATCH)
-    advice = "call torch.manual_seed with the same seed on every rank"
+    advice = "call torch.manual_seed with the same seed on all of them"
     check_same(comm, "random state", partial(random_states, model), advice)
 
 

@@ -1,14 +1,14 @@
-"""The communicator: torch.distributed's operations over one process group, under the same names.
+"""The communicator: torch.distributed's operations on one process group, with the same names.
 
-A `Comm` also records an event with the bytes of each operation, lets ranks compare calls before a
-mismatch can hang them, and accepts every dense dtype and memory layout on any backend.
+A `Comm` also records an event with the byte counts of each operation, lets ranks compare calls
+before a mismatch can hang them, and accepts any dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
     comm.all_reduce(x)                             # in place, blocking
-    handle = comm.all_reduce(x, async_op=True)     # or asynchronous: compute, leave x alone,
+    handle = comm.all_reduce(x, async_op=True)     # or asynchronous: compute without using x,
     handle.wait()                                  # then wait
 
-`algorithm` names one of labkit/comm/collectives; by default transports/chooser.py selects one.
+`algorithm` names an algorithm of comm/collectives; by default, transports/chooser.py selects it.
 """
 
 import pickle
@@ -48,19 +48,19 @@ Finish = list[Callable[[], object]]
 
 @untraced
 class Comm:
-    """The communicator of one torch.distributed process group (None: of the default group).
+    """The communicator of one torch.distributed process group (None: the default group).
 
-    `rank`, `size` and arguments such as `src` count inside the group; `ranks` are the members'
-    global ranks. Operations return None when they block, a `Handle` with `async_op=True`. Tensors
-    are dense, of any dtype and shape; those of one call share a dtype. The `..._tensor` and
-    `..._single` variants need a contiguous tensor to split. For `label` see `labelled`.
+    `rank`, `size` and arguments such as `src` refer to ranks of the group; `ranks` lists the global
+    ranks. Operations block and return None, or return a `Handle` if `async_op=True`. Tensors are
+    dense, of any dtype and shape; the tensors of one call share a dtype. The `..._tensor` and
+    `..._single` variants split a contiguous tensor. For `label`, see `labelled`.
 
     Raises RuntimeError if no process group is initialized, ValueError outside the group. Operations
-    raise TypeError for a non-tensor, ValueError for inconsistent arguments, CollectiveMismatch when
-    ranks call different operations, CommError if one fails in progress.
+    raise TypeError for a non-tensor, ValueError for inconsistent arguments, CollectiveMismatch if
+    ranks call different operations, CommError if an operation fails in progress.
     """
 
-    parallel: "tuple[Comm, list[list[int]]] | None" = None  # of an axis: the mesh's Comm, all lines
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on an axis: the mesh's Comm, all lines
 
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
@@ -81,12 +81,12 @@ class Comm:
 
     @property
     def group(self) -> Any:
-        """The process group; labkit never destroys it once it has been accessed here."""
+        """The process group; after this access, labkit never destroys the group."""
         self._dispatcher.users.add(self._dispatcher)
         return self._group
 
     def labelled(self, label: str) -> "Comm":
-        """A `Comm` of the same group; ranks compare `label`, like shapes, at each operation."""
+        """A `Comm` of the same group; operations compare `label`, like shapes, across ranks."""
         return Comm(self._group, label)
 
     def __repr__(self) -> str:
@@ -94,8 +94,8 @@ class Comm:
 
     @staticmethod
     def of(comm: Any = None) -> "Comm":
-        """`comm` as a `Comm`: from a `Comm`, a process group, or None for all ranks. A
-        `DetachedComm` over all ranks becomes the current `Comm` of all ranks, if there is one."""
+        """Convert a `Comm`, a process group or None (all ranks) to a `Comm`. A `DetachedComm`
+        over all ranks becomes the current `Comm` of all ranks, if one exists."""
         if isinstance(comm, DetachedComm) and comm.is_world and dist.is_initialized():
             return Comm()
         return comm if isinstance(comm, (Comm, DetachedComm)) else Comm(comm)  # type: ignore[return-value]
@@ -110,12 +110,12 @@ class Comm:
         return DetachedComm, (self.rank, self.size, self.ranks, is_world)
 
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
-        """A `Comm` over some ranks, renumbered in ascending order; None on the others.
+        """A `Comm` over some ranks, renumbered in ascending order; None on all other ranks.
 
-        All ranks, members or not, call it on the `Comm` of all ranks, with the same `ranks`. On a
-        mesh axis, all ranks of the mesh call it, and each gets the subgroup of its own line.
-        `shared` reuses a group that was created with `shared` for the same ranks. A gloo group is
-        destroyed in a later `subgroup` or `World` run once all its ranks have dropped its `Comm`.
+        All ranks, members or not, call this on the `Comm` of all ranks, with the same `ranks`. On
+        a mesh axis, all ranks of the mesh call this, and each gets the subgroup of its own line.
+        `shared` reuses a group that was created with `shared` for the same ranks. A later call or
+        `World` run destroys a gloo group once all its ranks have dropped the group's `Comm`.
         """
         for rank in ranks:
             check_member(rank, self.size)
@@ -138,7 +138,7 @@ class Comm:
         self, collective: str, nbytes: int, algorithm: str = "", op: Op = "sum",
         dtype: torch.dtype = torch.float32,
     ) -> Choice:  # fmt: skip
-        """The algorithm that runs an operation of `nbytes` (of all chunks together), and why.
+        """The algorithm chosen for an operation of `nbytes` (all chunks together), and the reason.
 
         >>> comm.explain("all_reduce", 1 << 20)  # on ranks with backend="gloo"
         all_reduce by gloo: 1048576 bytes on 4 ranks; the table says gloo from 262144 bytes on. ...
@@ -148,13 +148,13 @@ class Comm:
         return transport.explain(collective, nbytes, Kind(dtype, op), algorithm)
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
-        """Raises CollectiveMismatch if the ranks' `value()`, a short text about `what`, differ. All
-        ranks call it. It acts under `World(check=True)` only, and sends nothing."""
+        """Raises CollectiveMismatch if `value()`, a short text about `what`, differs between ranks.
+        All ranks must call this. Acts only under `World(check=True)`; sends nothing."""
         self._dispatcher.compare(what, value)
 
     def compare_calls(self) -> None:
-        """Raises CollectiveMismatch, on all ranks, if their collectives since the last call differ.
-        Sends nothing under `World(check=True)`, which compares each collective."""
+        """Raises CollectiveMismatch, on all ranks, if the ranks' collectives since the last such
+        call differ. Sends nothing under `World(check=True)`, which compares each collective."""
         calls, backends = [*self._dispatcher.calls], self._dispatcher.backend_of.values()
         self._dispatcher.calls.clear()
         skip = here.board is not None or self.size == 1 or "fake" in backends
@@ -167,10 +167,10 @@ class Comm:
         )
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """A flat tensor of `numel` elements, of the dtype and device of `like`, to be reduced
-        repeatedly, like a gradient bucket. All ranks call it with the same sizes. If they share
-        memory, `all_reduce` of the same slice on all ranks copies nothing. Raises ValueError for a
-        negative size."""
+        """A flat tensor of `numel` elements, with the dtype and device of `like`, for repeated
+        reduction, as of a gradient bucket. All ranks must call this with equal `numel`. If ranks
+        share memory, an `all_reduce` of the same slice on all ranks copies nothing. Raises
+        ValueError for a negative size."""
         if numel < 0:
             raise ValueError(f"symmetric_empty: {numel} elements; choose 0 or more")
         return self._dispatcher.symmetric_empty(numel, like)
@@ -196,7 +196,7 @@ class Comm:
         self, x: torch.Tensor, dst: int = 0, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Replace `x` on rank `dst` with the reduction of all ranks' `x`; others keep theirs."""
+        """Replace `x`, on rank `dst` only, with the reduction of all ranks' `x`."""
         check_op(op, x)
         check_member(dst, self.size)
         finish: Finish = []
@@ -211,7 +211,7 @@ class Comm:
         self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Set `out` to the reduction of all ranks' ins[rank]; the n tensors may differ in size."""
+        """Set `out` to the reduction of all ranks' ins[rank]; the inputs may differ in size."""
         check_op(op, out)
         check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
         finish: Finish = []
@@ -250,7 +250,7 @@ class Comm:
     def all_gather(
         self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set outs[i] to rank i's `x`, on all ranks; the n tensors may differ in size."""
+        """Set outs[i] to rank i's `x`, on all ranks; the outputs may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
         flat = self._dispatcher.stage(x, None)
@@ -304,7 +304,7 @@ class Comm:
     def all_to_all(
         self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set outs[j] of rank i to ins[i] of rank j: a transpose over the ranks."""
+        """Set outs[j] of rank i to ins[i] of rank j: a transpose across ranks."""
         check_list("all_to_all", "outs", outs, self.rank, self.size)
         check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
@@ -320,14 +320,14 @@ class Comm:
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set part i of `out` to part `rank` of rank i's `x`; both have n equal parts."""
+        """Set part i of `out` to part `rank` of rank i's `x`; both tensors have n equal parts."""
         outs, ins = (equal_parts("all_to_all_single", y, self.size) for y in (out, x))
         return self.all_to_all(outs, ins, async_op, algorithm)
 
     def ring_exchange(
         self, out: torch.Tensor, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Send `x` to the next rank; set `out` to the previous rank's `x`, equal in size."""
+        """Send `x` to the next rank; set `out`, of equal size, to the previous rank's `x`."""
         if out.numel() != x.numel() or out.dtype != x.dtype:
             raise ValueError(
                 f"ring_exchange: out is {describe(out)}, but x is {describe(x)}; make them equal"
@@ -341,7 +341,7 @@ class Comm:
         )  # fmt: skip
 
     def barrier(self, algorithm: str = "") -> None:
-        """Block until all ranks of the group have called it."""
+        """Block until all ranks of the group have called this."""
         empty = torch.empty(0, dtype=torch.uint8, device=self.own_device())
         self._dispatcher.collective(
             "barrier", empty, lambda: [0], _whole, False, [],
@@ -350,14 +350,14 @@ class Comm:
         )  # fmt: skip
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """All ranks' picklable `obj`, as a list, on all ranks. For small objects: sends their
-        sizes, then their pickled bytes; events count both."""
+        """A list of all ranks' picklable `obj`, on all ranks. For small objects: the sizes are sent
+        first, then the pickled bytes; events count both."""
         with no_modes():
             flat = self._pickled(obj)
             size = torch.tensor([flat.numel()], device=flat.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # A fake group receives nothing: a copy of this rank's object stands in for each.
+            # A fake group receives nothing: all ranks' objects are copies of this rank's object.
             received = [
                 flat.clone() if n == flat.numel() else flat.new_empty(n) for n in sizes.tolist()
             ]
@@ -379,22 +379,22 @@ class Comm:
         flat = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         return flat.to(self.own_device())
 
-    # --- point to point: the k-th receive matches the k-th send with its sender and tag -------
+    # --- point to point: the k-th receive matches the k-th send of equal ranks and tag --------
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `x` to rank `dst`; blocks until `x` may be modified."""
         self._message(x, dst, tag, sends=True, blocking=True).wait()
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
-        """Fill `x` with the next message from rank `src`, which has the same size."""
+        """Fill `x` with the next message from rank `src`; the sizes must be equal."""
         self._message(x, src, tag, sends=False, blocking=True).wait()
 
     def isend(self, x: torch.Tensor, dst: int, tag: int = 0) -> Handle:
-        """Like `send`, but returns a handle at once."""
+        """Like `send`, but returns a handle immediately."""
         return self._message(x, dst, tag, sends=True, blocking=False)
 
     def irecv(self, x: torch.Tensor, src: int, tag: int = 0) -> Handle:
-        """Like `recv`, but returns a handle at once."""
+        """Like `recv`, but returns a handle immediately."""
         return self._message(x, src, tag, sends=False, blocking=False)
 
     def _message(
@@ -410,7 +410,7 @@ class Comm:
         return self._dispatcher.message(x, peer, tag, sends, blocking, finish, start)
 
     def own_device(self) -> str:
-        """The type of device whose tensors this group moves without a copy."""
+        """The device type whose tensors this group sends without a copy."""
         return "cuda" if self._dispatcher.backend_of.get("cuda") == "nccl" else "cpu"
 
 

@@ -18,7 +18,7 @@ class CommError(RuntimeError):
 
 
 class Handle:
-    """Returned by an asynchronous operation; do not touch its tensors until `wait` returns."""
+    """Returned by an asynchronous operation; do not touch the operands until `wait` returns."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Handle:
             self._end = clock.end_of(work)
 
     def wait(self) -> None:
-        """Block until done (on CUDA: make the current stream wait). Raises CommError on failure."""
+        """Block until completion (CUDA: make the current stream wait). CommError on failure."""
         if self._work is None:
             return
         if self._event and not self._event.blocking:
@@ -60,11 +60,11 @@ class Handle:
         self._work, self._finish = None, []
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return self._work is None or self._work.is_completed()
 
     def _complete(self, event: CommEvent, sent_bytes: object) -> None:
-        """Fill in the remaining fields, `ended_s` last: it marks the event as complete."""
+        """Fill in the remaining fields, `ended_s` last, which marks the event as complete."""
         counted = isinstance(sent_bytes, int) and not isinstance(sent_bytes, bool)
         event.wire_bytes = int(sent_bytes) if counted else event.bus_bytes  # type: ignore[call-overload]
         self._clock.mark(event, "wait_ended_s")

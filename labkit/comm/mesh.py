@@ -1,4 +1,4 @@
-"""A mesh: the ranks arranged in a grid of named axes, with a `Comm` along one axis or several.
+"""A mesh: the ranks arranged in a grid of named axes, with a `Comm` along one or more axes.
 
     Mesh(pp=2, dp=2, tp=2), 8 ranks: the last axis varies fastest
 
@@ -7,10 +7,10 @@
         dp 1   [  2      3  ]             dp 1   [  6      7  ]
                     pp 0                              pp 1
 
-    rank 5 is pp 1, dp 0, tp 1: its mesh.tp is ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5), and
-    mesh["pp", "dp"], over both axes, all ranks with tp 1: (1, 3, 5, 7)
+    rank 5 is at pp 1, dp 0, tp 1: its mesh.tp has ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5);
+    mesh["pp", "dp"], along both axes, has all ranks at tp 1: (1, 3, 5, 7)
 
-Neighbors on the last axis are neighbors on the machine: use it for the strategy that sends the most
+Along the last axis, ranks are consecutive, often in one node: use this axis for the most traffic
 (Narayanan et al., arXiv 2104.04473, section 3.2, takeaway 1: tensor parallelism inside a node).
 """
 
@@ -27,8 +27,8 @@ class Mesh:
         sizes     axis -> number of ranks along it
         <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
-    All ranks must create the mesh, and all must request the same groups over several axes, such as
-    mesh["dp", "cp"], which numbers its ranks in mesh order. A mesh created again reuses its groups.
+    All ranks must create the mesh, and request the same multi-axis groups, such as
+    mesh["dp", "cp"], whose ranks are in mesh order. An equal mesh created later reuses the groups.
     Raises ValueError unless the axes cover all ranks, KeyError for an unknown axis.
 
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
@@ -70,11 +70,11 @@ class Mesh:
         return coordinates(self.sizes, self.comm.rank if rank is None else rank)
 
     def rank_at(self, **where: int) -> int:
-        """The rank at these indices; on axes not given, at this rank's index."""
+        """The rank at these indices; omitted axes default to this rank's index."""
         return rank_at(self.sizes, self.coordinates() | where)
 
     def _over(self, axes: Collection[str]) -> Comm:
-        """Create the groups of all lines along `axes`, in the same order on all ranks."""
+        """Create one group per line along `axes`, in the same order on all ranks."""
         if prod(self.sizes[axis] for axis in axes) == self.comm.size:
             return self.comm
         all_lines = list(lines(self.sizes, *axes))
@@ -108,7 +108,7 @@ def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
 
 
 def lines(sizes: Mapping[str, int], *axes: str) -> Iterator[list[int]]:
-    """The sets of ranks that differ on `axes` only: lines along one axis, planes along several."""
+    """Sets of ranks that differ only on `axes`: lines for one axis, planes for several axes."""
     others = [name for name in sizes if name not in axes]
     members: dict[tuple[int, ...], list[int]] = {}
     for rank in range(prod(sizes.values())):

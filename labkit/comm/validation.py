@@ -1,4 +1,4 @@
-"""Argument validation before communication, since later a mistake looks like a failed peer."""
+"""Argument validation before communication: later, a mistake would look like a failed peer."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from labkit.runtime.process_context import here
 from labkit.runtime.transports.send_receive import REDUCTIONS
 
 Tensors = Sequence[torch.Tensor]
-COLLECTIVE_TAGS = 1 << 20  # point-to-point messages have tags below
+COLLECTIVE_TAGS = 1 << 20  # point-to-point tags are smaller
 
 
 def check_member(rank: int, size: int) -> None:
@@ -43,12 +43,12 @@ def describe(x: torch.Tensor) -> str:
 def check_list(
     op: str, name: str, tensors: Tensors, rank: int, size: int, own: torch.Tensor | None = None
 ) -> None:
-    """Raises unless there is one tensor per rank, of one dtype, and tensors[rank] fits `own`."""
+    """Raises unless there is one tensor per rank, dtypes match, and tensors[rank] fits `own`."""
     for x in (*tensors, *([] if own is None else [own])):
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
-            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; pass one for each"
+            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; pass one per rank"
         )
     if own is not None and own.numel() != tensors[rank].numel():
         raise ValueError(
@@ -62,7 +62,7 @@ def check_list(
 def check_rooted(
     op: str, name: str, tensors: Tensors | None, own: torch.Tensor, root: int, rank: int, size: int
 ) -> Tensors | None:
-    """Validate the `tensors` that only rank `root` passes; None on the others."""
+    """Validate the `tensors` that only rank `root` passes; other ranks pass None."""
     check_member(root, size)
     if rank != root:
         if tensors is not None:
@@ -75,9 +75,9 @@ def check_rooted(
 
 
 def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
-    """Split `whole` into n equal flat views. Raises ValueError if that is not possible."""
+    """Split `whole` into n equal flat views. Raises ValueError if `whole` cannot be split."""
     if whole.numel() % n or not whole.is_contiguous():
-        problem = "is not contiguous" if whole.numel() % n == 0 else f"does not divide by {n} ranks"
+        problem = "is not contiguous" if whole.numel() % n == 0 else f"is not divisible by {n}"
         raise ValueError(
             f"{op}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
             "that takes a list of tensors"
@@ -86,7 +86,7 @@ def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
 
 
 def check_op(op: str, x: torch.Tensor) -> None:
-    """Raises TypeError for a non-tensor, ValueError if `op` cannot reduce its dtype."""
+    """Raises TypeError for a non-tensor, ValueError if `op` cannot reduce the dtype."""
     check_tensor(x)
     if problem := _refusal(op, x.dtype, x.is_cuda):
         raise ValueError(problem)

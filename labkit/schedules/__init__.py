@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: pure functions that return a list of actions for each stage.
+"""Pipeline schedules as data: pure functions that return a list of actions per stage.
 
     naive          one stage at a time
     gpipe          all forwards, then all backwards
@@ -7,8 +7,8 @@
     zb-h1, zb-h2   weight gradients fill idle time
     pipedream      1F1B that updates after each micro-batch
 
-`schedule("1f1b", stages, microbatches)` builds one by name (catalogue.py, zero_bubble.py). Your own
-is a list of actions per stage (actions.py) or text (text.py); `check` validates it (rules.py).
+`schedule("1f1b", stages, microbatches)` builds a schedule by name (catalogue.py, zero_bubble.py). A
+custom schedule is a list of actions per stage (actions.py) or text (text.py), checked by rules.py.
 """
 
 from labkit.schedules.actions import (

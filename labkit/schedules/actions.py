@@ -1,10 +1,10 @@
 """Actions of a pipeline schedule, and the messages between its stages.
 
     F  forward    of a micro-batch
-    B  backward   the gradients of its input and of the weights, in one action
-    I  input      the first half: the input gradient, which the previous stage waits for (B in the
-                  zero-bubble papers)
-    W  weight     the second half: the weight gradients, which no stage waits for
+    B  backward   the gradients of the stage's input and weights, in one action
+    I  input      the first half of B: the input gradient, which the previous stage waits for (B in
+                  the zero-bubble papers)
+    W  weight     the second half of B: the weight gradients, which no stage waits for
     U  update     the stage's optimizer step with this micro-batch's gradient alone
 
 Each of p stages may hold v chunks of the model. Chunk c of stage r is *virtual stage* c p + r; the
@@ -35,11 +35,11 @@ class Action(NamedTuple):
         return f"{LETTERS.get(self.phase, self.phase)}{number}"
 
 
-Schedule = list[list[Action]]  # of stage 0, 1, ...
+Schedule = list[list[Action]]  # one list per stage
 
 
 class Message(NamedTuple):
-    """`what`, "activation" or "gradient", from virtual stage `source` to `target`."""
+    """An "activation" or "gradient" (`what`) from virtual stage `source` to `target`."""
 
     what: str
     microbatch: int
@@ -48,7 +48,7 @@ class Message(NamedTuple):
 
 
 def received(action: Action, stage: int, stages: int, chunks: int = 1) -> Message | None:
-    """The message that `action` needs; None if it needs none.
+    """The message that `action` waits for, or None.
 
     >>> received(Action("backward", 5), stage=1, stages=4)
     Message(what='gradient', microbatch=5, source=2, target=1)
@@ -62,7 +62,7 @@ def received(action: Action, stage: int, stages: int, chunks: int = 1) -> Messag
 
 
 def sent(action: Action, stage: int, stages: int, chunks: int = 1) -> Message | None:
-    """The message that `action` sends; None if no stage waits for it.
+    """The message that `action` sends, or None.
 
     >>> sent(Action("forward", 5, chunk=0), stage=3, stages=4, chunks=2)  # to chunk 1 of stage 0
     Message(what='activation', microbatch=5, source=3, target=4)

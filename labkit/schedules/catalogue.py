@@ -1,6 +1,6 @@
-"""All schedules by name, and those that do not split backward; zero_bubble.py has the others.
+"""All schedules by name, and the definitions of all but the zero-bubble schedules (zero_bubble.py).
 
-Naive: each micro-batch goes forward through all stages and back before the next begins.
+Naive: a micro-batch runs forward through all stages, then backward, before the next one starts.
 
     3 stages, 2 micro-batches; F1 is the forward of micro-batch 1, B1 its backward
 
@@ -8,8 +8,8 @@ Naive: each micro-batch goes forward through all stages and back before the next
         stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
         stage 2  .. .. F0 B0 .. .. .. .. F1 B1
 
-A stage holds one micro-batch and is busy 1/p of the time, like a model with layers placed on
-several devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
+A stage holds one micro-batch and is busy 1/p of the time, as in a model with layers on several
+devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
 
 GPipe: all forwards, then all backwards.
 
@@ -19,8 +19,8 @@ GPipe: all forwards, then all backwards.
         stage 1  .. F0 F1 F2 F3 .. .. B0 B1 B2 B3
         stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
 
-The bubble, filling and draining, is (p - 1)(F + B), (p - 1)/(m + p - 1) of the total. Each stage
-holds the activations of all m micro-batches. (GPipe runs backwards last in, first out: same cost.)
+The bubble (filling and draining) is (p - 1)(F + B), or (p - 1)/(m + p - 1) of the step. Each stage
+holds the activations of all m micro-batches. (The GPipe paper reverses backwards; same cost.)
 
 1F1B: after a warm-up, each stage alternates one forward and one backward.
 
@@ -30,19 +30,19 @@ holds the activations of all m micro-batches. (GPipe runs backwards last in, fir
         stage 1  .. F0 F1 .. B0 F2 B1 F3 B2 .. B3
         stage 2  .. .. F0 B0 F1 B1 F2 B2 F3 B3
 
-GPipe's bubble, but stage r holds the activations of at most p - r micro-batches.
+The bubble is GPipe's, but stage r holds the activations of at most p - r micro-batches.
 
-Interleaved: each micro-batch goes around the stages several times, through smaller chunks.
+Interleaved: each micro-batch passes all stages several times, through a smaller chunk each time.
 
   2 stages, 4 micro-batches, 2 chunks
 
   stage 0  F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 .... B2.1 .... B3.1 B2.0 B3.0
   stage 1  .... F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0
 
-F1.0 is the forward of micro-batch 1 on a stage's chunk 0, which is 1/v of its layers. Groups of p
-micro-batches go through chunk 0, then chunk 1, ...; backwards from the last chunk on. The bubble is
-(p - 1)(F + B)/v, with F and B of a whole stage. The price: v times the messages, and more
-activations: stage 0 holds those of v p + p - 1 chunks, p (1 + (p - 1)/(p v)) micro-batches.
+F1.0 is the forward of micro-batch 1 on a stage's chunk 0, 1/v of the stage's layers. Groups of p
+micro-batches run through chunk 0, then chunk 1, ...; backwards start at the last chunk. The bubble
+is (p - 1)(F + B)/v, with F and B for a whole stage. The price is v times as many messages and more
+memory: stage 0 holds activations of v p + p - 1 chunks, or p (1 + (p - 1)/(p v)) micro-batches.
 
 PipeDream: 1F1B without a flush. Each stage updates its weights after each backward.
 
@@ -52,12 +52,12 @@ PipeDream: 1F1B without a flush. Each stage updates its weights after each backw
         stage 1  .. F0 F1 .. B0 U0 F2 B1 U1 F3 B2 U2 .. B3 U3
         stage 2  .. .. F0 B0 U0 F1 B1 U1 F2 B2 U2 F3 B3 U3
 
-U0 is the optimizer step with micro-batch 0's gradient. It waits for no other stage, so the bubble
-is paid once per training run. But weights are *stale*, by p - 1 - r updates on stage r: only with
-this schedule does training differ from training on one device. Each backward needs its forward's
-weights, so a stage keeps a version per micro-batch in flight, at most p - r (*weight stashing*).
+U0 is the optimizer step with micro-batch 0's gradient. No update waits for other stages, so the
+bubble occurs once per training run. But weights are *stale*, by p - 1 - r updates on stage r: only
+with this schedule does training differ from training on one device. Backward needs the weights of
+forward, so a stage keeps a version per micro-batch in flight, at most p - r (*weight stashing*).
 
-Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, as here in arXiv 2104.04473,
+Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, drawn as in arXiv 2104.04473,
     figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1
     and 2.2.2 (interleaved); PipeDream, arXiv 1806.03377, sections 3.2 and 3.3.
 """
@@ -96,7 +96,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def _alternate(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, then forward and backward alternate, then the remaining backwards."""
+    """`warm_up` forwards, alternating forwards and backwards, then the remaining backwards."""
     actions = [Action("forward", *place) for place in forwards[:warm_up]]
     for ahead, back in zip(forwards[warm_up:], backwards, strict=False):
         actions += [Action("forward", *ahead), Action("backward", *back)]
@@ -105,8 +105,8 @@ def _alternate(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with p (v - 1) more forwards in the warm-up, and one more for each later stage. Raises
-    ValueError for fewer than 2 chunks, and if `stages` does not divide `microbatches`."""
+    """1F1B with p (v - 1) more forwards in the warm-up, plus one per later stage. Raises ValueError
+    for fewer than 2 chunks, or if `microbatches` is not divisible by `stages`."""
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
@@ -151,7 +151,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of this name. Raises ValueError for unknown names and unsupported sizes.
+    """The schedule called `name`. Raises ValueError for unknown names and unsupported sizes.
 
     >>> [str(action) for action in schedule("1f1b", stages=2, microbatches=2)[0]]
     ['F0', 'F1', 'B0', 'B1']

@@ -3,14 +3,14 @@
 `check` reports the first violation, in this order:
 
     known actions            phases that exist, micro-batches and chunks counted from 0
-    exactly once             each stage does one forward per micro-batch and chunk, and one way
+    exactly once             each stage runs one forward per micro-batch and chunk, and one way
                              back: backward, or input and weight
-    one way back             never backward beside input or weight, which would count twice
-    all update or none       if a micro-batch is updated, all are, on all stages
+    one way back             never backward plus input or weight: gradients would count twice
+    all update or none       every micro-batch has an update on every stage, or none has
     backward after forward   of the same micro-batch and chunk, on each stage
     weight after input       of the same micro-batch and chunk
     update after backward    or after both halves of backward
-    deadlock                 the messages that each action waits for arrive (sends do not block)
+    deadlock                 every message that an action waits for arrives (sends do not block)
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from labkit.schedules.actions import (
     sent,
 )
 
-BEFORE = {  # phase -> rule, and the phases of its micro-batch and chunk that come before
+BEFORE = {  # phase -> rule, and the earlier phases of the same micro-batch and chunk
     "backward": ("backward after forward", ("forward",)),
     "input": ("backward after forward", ("forward",)),
     "weight": ("weight after input", ("forward", "input")),
@@ -36,14 +36,14 @@ BEFORE = {  # phase -> rule, and the phases of its micro-batch and chunk that co
 
 
 class ScheduleError(ValueError):
-    """Raised for an invalid schedule: the first `rule` that it breaks, and its `stage`, `position`
-    (from 0) and `action`, each None if there is none, as for a missing action."""
+    """Raised for an invalid schedule, with the first `rule` broken and the `stage`, `position`
+    (from 0) and `action` at fault, each None if unknown, as for a missing action."""
 
     def __init__(
         self, rule: str, message: str, stage: int | None = None, position: int | None = None,
         action: Action | None = None,
     ):  # fmt: skip
-        super().__init__(rule, message, stage, position, action)  # all, so that it can be pickled
+        super().__init__(rule, message, stage, position, action)  # all, for pickling
         self.rule, self.stage, self.position, self.action = rule, stage, position, action
 
     def __str__(self) -> str:
@@ -67,14 +67,14 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """All (stage, position), each after everything it needs. Raises ScheduleError like `check`."""
+    """All (stage, position) pairs, in an order that can run. Raises ScheduleError like `check`."""
     check(schedule)
     return _simulate(schedule)[0]
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """Peak number of activations per stage, counted by micro-batch and chunk (1/v of the stage's
-    layers): held from forward to backward, or to "weight", which needs them too."""
+    """Peak number of activations per stage, counted per micro-batch and chunk (1/v of the stage's
+    layers): held from forward to backward, or to "weight", which also needs activations."""
     peaks = []
     for actions in schedule:
         held = peak = 0
@@ -154,7 +154,7 @@ def _all_update_or_none(schedule: Schedule) -> None:
             raise ScheduleError(
                 "all update or none",
                 f"stage {stage} never does {missing[0]}, but other micro-batches have an update; "
-                "give an update to all of them, or to none",
+                "give all micro-batches an update, or none",
                 stage,
             )
 
@@ -176,7 +176,7 @@ def _in_order(schedule: Schedule) -> None:
 
 
 def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """The actions that can run, in order, and the next position of each stage."""
+    """The actions that can run, in order, and each stage's next position."""
     stages, chunks = len(schedule), chunks_of(schedule)
     done: list[tuple[int, int]] = []
     places = [0] * stages
@@ -201,7 +201,7 @@ def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
-    """The error for a cycle of stages: no action is missing, so each waits for one that waits."""
+    """The error for a cycle of stages: each stage waits for the next (no action is missing)."""
     stages, chunks = len(schedule), chunks_of(schedule)
     stage = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
     waits: dict[int, str] = {}

@@ -1,10 +1,10 @@
-"""Schedules as text: what `show` prints, `parse_schedule` reads.
+"""Schedules as text: `parse_schedule` reads the format that `show` prints.
 
     stage 0  F0 F1 .. B0 .. B1
     stage 1  .. F0 B0 F1 B1
 
 Each column is one unit of time, the duration of every action; ".." is idle. F is forward, B
-backward, I and W its halves (input, weight), U update; a chunk follows a dot: F0.1.
+backward, I and W the halves of backward (input, weight), U update; F0.1 is F0 on chunk 1.
 """
 
 import re
@@ -36,7 +36,7 @@ def parse(text: str) -> list[Action]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """One line per stage, with or without "stage 0" before it; `check` validates the result.
+    """One line per stage, with or without the label "stage 0"; `check` validates the result.
 
     >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
     True
@@ -46,8 +46,8 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def show(schedule: Schedule) -> str:
-    """A table of one line per stage, as above: each action as early as possible if all take equally
-    long and messages take no time. Raises ScheduleError like `check`."""
+    """A table with one line per stage, as above: actions run as early as possible, all take equally
+    long, and messages take no time. Raises ScheduleError like `check`."""
     stages, chunks = len(schedule), chunks_of(schedule)
     columns: list[list[int]] = [[] for _ in schedule]
     sent_in: dict[Message | None, int] = {None: -1}  # message -> column of its sender

@@ -1,14 +1,14 @@
-"""Zero bubble: backward is split into two halves, so that one of them can fill the bubble.
+"""Zero bubble: backward is split into two halves, so that one half can fill the bubble.
 
 Backward is I, the input gradient, and W, the weight gradients. The previous stage waits for I; no
-stage waits for W. So I runs first, and W later, when the stage would be idle. Both schedules are
+stage waits for W. So I runs first, and W later, in otherwise idle time. Both schedules are
 1F1B with delayed Ws; ZB-H2 also has a longer warm-up:
 
               forwards before the first I     W delayed by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
     ZB-H2     2 (p - r) - 1                   2 r              2p - 1           (p-1)(F+I-2W)
 
-for stage r of p, in micro-batches; each is held until its W. ZB-H1:
+for stage r of p, counted in micro-batches; each micro-batch is held until its W. ZB-H1:
 
     3 stages, 5 micro-batches
 
@@ -17,8 +17,8 @@ for stage r of p, in micro-batches; each is held until its W. ZB-H1:
         stage 2  .. .. F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4
 
 1F1B's bubble is (p-1)(F+I+W). Here the previous stage waits only for I, which leaves (p-1)(F+I).
-In ZB-H1, delayed Ws shorten it by one W for each of p-1 stages, with the memory of 1F1B's first
-stage; in ZB-H2 by two, with almost twice the memory:
+In ZB-H1, delayed Ws shorten the bubble by one W for each of p-1 stages, with the memory of 1F1B's
+first stage; in ZB-H2, by two Ws, with almost twice that memory:
 
     3 stages, 5 micro-batches
 
@@ -26,15 +26,15 @@ stage; in ZB-H2 by two, with almost twice the memory:
         stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-With ZB-H2, no stage is idle between its first and last action, and the next step can follow at once
-unless stages wait for each other (as for the norm of all gradients). So the bubble is that of the
-stage that takes longest from its own first action to its last.
+With ZB-H2, no stage is idle between its first and last action, and the next step can start at once
+unless stages synchronize (as for the global gradient norm). So the bubble is that of the stage with
+the longest time from its first to its last action.
 
-The table's bubble of ZB-H1 holds for W <= F, that of ZB-H2 (never below 0) for W <= F or I <= F.
-Otherwise they are (p-1) I and (p-1)(I-F): the first stage, with all the forwards it may hold, waits
-for the first I. No order does better with that memory.
+In the table, ZB-H1's bubble holds for W <= F, ZB-H2's (never below 0) for W <= F or I <= F.
+Otherwise, the bubbles are (p-1) I and (p-1)(I-F): the first stage has run as many forwards as its
+memory allows and waits for the first I. No order of actions improves on this with that memory.
 
-Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2. Its B is our I.
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2 (I is B there).
 """
 
 from labkit.schedules.actions import Action, Schedule, check_sizes
@@ -59,7 +59,7 @@ def zero_bubble_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _stage(microbatches: int, warm_up: int, delay: int) -> list[Action]:
-    """`warm_up` forwards, then in turn I, W (of the micro-batch `delay` earlier) and F."""
+    """`warm_up` forwards, then repeated I, W (of the micro-batch `delay` earlier) and F."""
     actions = [Action("forward", k) for k in range(warm_up)]
     for k in range(microbatches + delay):
         if k < microbatches:

@@ -435,7 +435,7 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
         "cannot send to or receive from itself; copy the tensor": lambda: c.send(ones(3), rank),
         "tag 1048576 is out of range; choose 0 to 1048575":
             lambda: c.irecv(ones(3), peer, tag=1 << 20),
-        "all_gather: outs has 3 tensors for 2 ranks; pass one for each":
+        "all_gather: outs has 3 tensors for 2 ranks; pass one per rank":
             lambda: c.all_gather([ones(3)] * 3, ones(3)),
         "all_gather: this rank's tensor has 4 elements, but outs[":
             lambda: c.all_gather([ones(3)] * 2, ones(4)),
@@ -443,7 +443,7 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
             lambda: c.reduce_scatter(ones(3), [ones(3), ones(3).double()]),
         "all_to_all: ins has 1 tensors for 2 ranks":
             lambda: c.all_to_all([ones(3)] * 2, [ones(3)]),
-        "reduce_scatter_tensor: a tensor of shape [7] does not divide by 2 ranks; pad it":
+        "reduce_scatter_tensor: a tensor of shape [7] is not divisible by 2; pad it":
             lambda: c.reduce_scatter_tensor(ones(3), ones(7)),
         "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pad it":
             lambda: c.all_gather_into_tensor(ones(2, 3).t(), ones(3)),

@@ -1,11 +1,11 @@
-"""The collectives, written with send and receive: one file each, with algorithms, pictures, costs.
+"""Collectives implemented with send and receive: one file per collective, with pictures and costs.
 
-    steps.py       building blocks: generators that wait, run alone or interleaved
-    costs.py       steps, bytes and reductions of each algorithm, in the alpha-beta-gamma model
+    steps.py       building blocks: generators that yield to wait, and their interleaving
+    costs.py       steps, bytes sent and bytes reduced per algorithm, in the alpha-beta-gamma model
 
-Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors, chunk i belonging to rank i.
+Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors; chunk i belongs to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-labkit/runtime/transports/chooser.py selects one. All algorithms of a collective share a signature:
+labkit/runtime/transports/chooser.py selects the algorithm. Signature per collective:
 
     broadcast         (wire, x, root, tag)
     reduce            (wire, x, root, reduce, tag)

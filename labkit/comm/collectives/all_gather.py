@@ -1,11 +1,11 @@
-"""All-gather: before, chunk r is filled on rank r; after, all chunks are on all ranks.
+"""All-gather: initially, only rank r holds chunk r; at the end, every rank holds all chunks.
 
-    ring                 pass on the last chunk        (n-1) alpha        + (n-1)/n S beta
+    ring                 pass on the chunk received    (n-1) alpha        + (n-1)/n S beta
     recursive doubling   exchange all chunks held      log2(n) alpha      + (n-1)/n S beta
     Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
 
-All send the minimum number of bytes. The ring sends to one neighbor only, which avoids congestion,
-and splits large messages; the others take fewer steps, which suits small messages.
+All three send the minimum number of bytes. The ring sends to one neighbor only, which avoids
+congestion, and splits large messages; the other two suit small messages: they take fewer steps.
 
 Source: as in broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997.
@@ -25,11 +25,11 @@ from labkit.runtime.transports.wire import Wire
 
 
 def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """n - 1 steps: pass on the chunk just received. Picture: the chunks that 3 ranks hold.
+    """In n - 1 steps, pass on the chunk just received. Picture: the chunks that 3 ranks hold.
     Cost: (n-1) alpha + (n-1)/n S beta.
 
         at first     c0 . .       . c1 .       . . c2
-        step 1       c0 . c2      c0 c1 .      . c1 c2      (each from the rank before)
+        step 1       c0 . c2      c0 c1 .      . c1 c2      (from the previous rank)
         step 2       c0 c1 c2     c0 c1 c2     c0 c1 c2
     """
     n, rank = wire.size, wire.rank
@@ -45,13 +45,13 @@ def ring_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
 
 
 def rings_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Interleaved rings, one for each piece of long chunks."""
+    """One ring per piece of the chunks (long chunks are split), interleaved."""
     rings = [ring_all_gather(wire, piece, tag) for piece in pieces_of_chunks(chunks)]
     return (yield from interleave(*rings))
 
 
 def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """Exchange all chunks held with the rank 1, 2, 4, ... away; n is a power of two.
+    """Exchange all chunks held so far with the rank at distance 1, 2, 4, ...; n is a power of two.
     Cost: log2(n) alpha + (n-1)/n S beta.
 
         at first     c0 . . .      . c1 . .      . . c2 .      . . . c3
@@ -72,11 +72,11 @@ def recursive_doubling_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algor
 
 
 def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorithm:
-    """Recursive doubling over the blocks of `x` between the bounds."""
+    """Recursive doubling in place; block i is x[bounds[i] : bounds[i + 1]]."""
     sent_bytes, reach = 0, 1
     while reach < wire.size:
         own = wire.rank // reach * reach  # the first block that this rank holds
-        other = own ^ reach  # the first that its peer holds
+        other = own ^ reach  # the first block that its peer holds
         incoming = x[bounds[other] : bounds[other + reach]]
         outgoing = x[bounds[own] : bounds[own + reach]]
         receive = wire.irecv(incoming, wire.rank ^ reach, tag)
@@ -89,13 +89,13 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """For any n. Keep the chunks in ring order, starting with this rank's. Each round fetches as
-    many as this rank has (the last, as many as it lacks) from the rank 1, 2, 4, ... ahead. Cost:
-    ceil(log2 n) alpha + (n-1)/n S beta, and a copy of S to sort the chunks by rank.
+    """For any n. Keep chunks in ring order, starting with this rank's chunk. Each round fetches as
+    many as this rank holds (in the last round, lacks) from the rank 1, 2, 4, ... ahead. Cost:
+    ceil(log2 n) alpha + (n-1)/n S beta, plus a copy of S bytes to sort the chunks by rank.
 
         at first     0: c0           1: c1           2: c2
-        from 1 on    0: c0 c1        1: c1 c2        2: c2 c0
-        from 2 on    0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one chunk was missing)
+        1 ahead      0: c0 c1        1: c1 c2        2: c2 c0
+        2 ahead      0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (lacked one chunk)
     """
     n, rank = wire.size, wire.rank
     order = [chunks[(rank + k) % n] for k in range(n)]

@@ -1,15 +1,15 @@
-"""All-reduce: every rank's `x` becomes the reduction of all, bitwise equal on all ranks.
+"""All-reduce: every rank's `x` becomes the reduction of all ranks' `x`, bitwise equal everywhere.
 
     naive                through one server                2(n-1) (alpha + S beta)
     tree                 reduce, then broadcast            2 ceil(log2 n) (alpha + S beta)
     ring                 reduce-scatter, then all-gather   2(n-1) alpha + 2(n-1)/n S beta
-    recursive doubling   exchange and add all of `x`       log2(n) (alpha + S beta)
-    halving, doubling    the ring's two phases, recursive  2 log2(n) alpha + 2(n-1)/n S beta
+    recursive doubling   exchange the whole `x` and add    log2(n) (alpha + S beta)
+    halving, doubling    the ring's phases, recursively    2 log2(n) alpha + 2(n-1)/n S beta
     double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
     hierarchical         hierarchical.py
 
 For a mean, the complete sum is divided by n (`divide_by`; 1 for other reductions). If n is not a
-power of two, both recursive algorithms fold first, for 2 alpha + 2 S beta more (fold.py).
+power of two, both recursive algorithms fold first (fold.py), adding 2 alpha + 2 S beta.
 
 Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal All-reduce
 Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.
@@ -39,8 +39,8 @@ from labkit.runtime.transports.wire import Wire
 def naive_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """A parameter server, rank 0, adds all `x` and sends back the sum: 1, 2, 3 --> 0 --> 1, 2, 3.
-    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma, so each additional rank makes it slower."""
+    """Rank 0, like a parameter server, sums every rank's `x` and broadcasts the sum.
+    Cost: 2(n-1) (alpha + S beta) + (n-1) S gamma, which grows with every additional rank."""
     sent_bytes = yield from flat_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
         x.div_(divide_by)
@@ -50,7 +50,7 @@ def naive_all_reduce(
 def tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Up the binomial tree to rank 0 and down again.
+    """Reduce up the binomial tree to rank 0, then broadcast down the tree.
     Cost: 2 ceil(log2 n) (alpha + S beta) + ceil(log2 n) S gamma."""
     sent_bytes = yield from tree_reduce(wire, x, 0, reduce, tag)
     if divide_by != 1 and wire.rank == 0:
@@ -61,7 +61,7 @@ def tree_all_reduce(
 def ring_all_reduce(
     wire: Wire, chunks: Chunks, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """A reduce-scatter in place, a division of the one chunk now complete, and an all-gather.
+    """An in-place reduce-scatter, division of this rank's reduced chunk, and an all-gather.
     Cost: 2(n-1) alpha + 2(n-1)/n S beta + (n-1)/n S gamma."""
     own = chunks[wire.rank]
     sent_bytes = yield from ring_reduce_scatter(wire, chunks, own, reduce, tag)
@@ -73,8 +73,8 @@ def ring_all_reduce(
 def rings_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Interleaved rings, one for each piece of a long `x`. Cost: that of the ring, 2(n-1) alpha for
-    each further piece, with gamma hidden behind beta."""
+    """One ring per piece (a long `x` is split), interleaved. Cost: as for one ring, plus 2(n-1)
+    alpha per additional piece; gamma is hidden behind beta."""
     pieces = pieces_of_chunks(list(x.split(chunk_sizes(x.numel(), wire.size))))
     rings = [ring_all_reduce(wire, piece, reduce, divide_by, tag) for piece in pieces]
     return (yield from interleave(*rings))
@@ -83,13 +83,13 @@ def rings_all_reduce(
 def recursive_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Exchange all of `x` with the rank 1, 2, 4, ... away, and add. 4 ranks, the ranks in each sum:
+    """Exchange the whole `x` with the rank at distance 1, 2, 4, ... and add. Sums on 4 ranks:
 
         0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
         0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
 
-    Both ranks of a pair add the lower rank's part first: otherwise -0.0 and 0.0, or two NaNs, would
-    give them different bits. Cost: log2(n) (alpha + S (beta + gamma)), all of S in each step.
+    Both ranks of a pair add the lower rank's part first; otherwise their sums of -0.0 and 0.0, or
+    of two NaNs, would differ in bits. Cost: log2(n) (alpha + S (beta + gamma)): S bytes per step.
     """
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)
@@ -115,7 +115,7 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: a reduce-scatter by recursive halving, an all-gather by recursive doubling.
+    """Rabenseifner's: reduce-scatter by recursive halving, then all-gather by recursive doubling.
     Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)

@@ -1,5 +1,5 @@
-"""All-to-all: ins[j] of rank i becomes outs[i] of rank j, a transposition over the ranks. Merging
-chunks on the way would send them twice, so each rank sends directly to every other.
+"""All-to-all: ins[j] of rank i becomes outs[i] of rank j, a transpose across ranks. Merging chunks
+on the way would send data more than once, so each rank sends directly to every other rank.
 Source: Thakur et al., 2005, section 4.3 (for long messages).
 """
 
@@ -8,8 +8,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def pairwise_all_to_all(wire: Wire, outs: Chunks, ins: Chunks, tag: int) -> Algorithm:
-    """In step k, send k ranks ahead and receive from k ranks behind: one sender per receiver.
-    Cost: (n-1) alpha + (n-1)/n S beta, where one rank holds S bytes.
+    """In step k, rank r sends to rank r + k and receives from rank r - k: one sender per receiver.
+    Cost: (n-1) alpha + (n-1)/n S beta, where each rank holds S bytes.
 
         step 1       0 --> 1     1 --> 2     2 --> 0
         step 2       0 --> 2     1 --> 0     2 --> 1

@@ -1,5 +1,5 @@
-"""Barrier: no rank leaves before all have entered. Source: Hensgen, Finkel and Manber, "Two
-Algorithms for Barrier Synchronization", 1988.
+"""Barrier: no rank leaves before all ranks have entered. Source: Hensgen, Finkel and Manber,
+"Two Algorithms for Barrier Synchronization", 1988.
 """
 
 import torch
@@ -9,8 +9,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def dissemination_barrier(wire: Wire, token: torch.Tensor, tag: int) -> Algorithm:
-    """Notify the rank 1, 2, 4, ... ahead, and wait for the rank as far behind: after ceil(log2 n)
-    rounds each rank has heard from all. Cost: ceil(log2 n) alpha. On 4 ranks, each has heard from:
+    """Notify the rank 1, 2, 4, ... ahead and wait for the rank equally far behind: after
+    ceil(log2 n) rounds, each rank has heard from all. Cost: ceil(log2 n) alpha. Heard from so far:
 
         round 1      0: 3 0        1: 0 1        2: 1 2        3: 2 3
         round 2      0: 1 2 3 0    1: 2 3 0 1    2: 3 0 1 2    3: 0 1 2 3

@@ -1,14 +1,14 @@
-"""Broadcast: the root's `x` to all ranks. S bytes, n ranks; `position` counts from the root.
+"""Broadcast: copy the root's `x` to all ranks. S bytes, n ranks; `position` counts from the root.
 
-    flat      the root sends it to each rank in turn              (n-1) (alpha + S beta)
-    tree      all ranks that have it pass it on                   ceil(log2 n) (alpha + S beta)
-    chain     each passes it to the next, in P pieces             (P + n-2) (alpha + S/P beta)
+    flat      the root sends `x` to each rank in turn             (n-1) (alpha + S beta)
+    tree      all ranks that hold `x` pass it on                  ceil(log2 n) (alpha + S beta)
+    chain     each rank passes P pieces to the next               (P + n-2) (alpha + S/P beta)
 
-A small message needs few steps: use the tree. A large one should leave each rank only once: in many
-pieces, the chain costs S beta for any n.
+Small messages need few steps: use the tree. A large message should leave each rank only once: with
+many pieces, the chain costs S beta for any n.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-MPICH", 2005; the chain is NCCL's ring, cut open at the root.
+MPICH", 2005; the chain is NCCL's ring, cut at the root.
 """
 
 import torch
@@ -21,7 +21,7 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
     """The root sends `x` to every other rank.
     Cost: (n-1) (alpha + S beta).
 
-        0 --> 1      all three sends leave rank 0, and share its link
+        0 --> 1      all three messages leave rank 0 and share its link
         0 --> 2
         0 --> 3
     """
@@ -34,7 +34,7 @@ def flat_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Binomial tree: in each round, each rank that has `x` sends it to one that has not.
+    """Binomial tree: in each round, each rank that holds `x` sends it to a rank that lacks it.
     Cost: ceil(log2 n) (alpha + S beta).
 
         round 1      0 --> 1
@@ -53,7 +53,7 @@ def tree_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorith
 
 
 def chain_broadcast(wire: Wire, x: torch.Tensor, root: int, tag: int) -> Algorithm:
-    """Pipelined chain: each rank passes a piece to the next rank as soon as it arrives.
+    """Pipelined chain: each rank forwards a piece to the next rank as soon as the piece arrives.
     Cost: (P + n-2) (alpha + S/P beta), P pieces.
 
         step 1       0 -a-> 1

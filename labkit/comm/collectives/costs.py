@@ -3,11 +3,11 @@
     seconds = steps x alpha + sent_bytes x beta + reduced_bytes x gamma
 
     alpha    latency of a message, in seconds             n    ranks
-    beta     seconds per byte on a link                   S    bytes (of all chunks together)
-    gamma    seconds to reduce a byte                     P    pieces, of at most PIECE_BYTES
+    beta     seconds per byte on a link                   S    bytes (all chunks together)
+    gamma    seconds to reduce a byte                     P    pieces of at most PIECE_BYTES
 
 `steps` counts consecutive messages; `sent_bytes` is the larger of the bytes into and out of the
-busiest rank. The file of each algorithm gives its source.
+busiest rank. Each algorithm's file cites its source.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
-PIECE_BYTES = 1 << 21  # longer tensors are split: one piece is reduced while others are sent
+PIECE_BYTES = 1 << 21  # longer tensors are split, so that sends and reductions overlap
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Cost:
 
 
 def piece_count(nbytes: float) -> int:
-    """The number of pieces that a tensor is split into."""
+    """The number of pieces into which a tensor of `nbytes` is split."""
     return max(1, ceil(nbytes / PIECE_BYTES))
 
 
 def rounds(n: int) -> int:
-    """ceil(log2 n), the rounds of doubling needed to reach n ranks."""
+    """ceil(log2 n), the number of doubling rounds needed to reach n ranks."""
     return (n - 1).bit_length()
 
 
@@ -60,9 +60,9 @@ def power_of_two(n: int) -> int:
 
 
 def double_tree(n: int) -> list[list[int | None]]:
-    """The parents of all ranks (None for the root) in two trees. In the first, odd ranks are
-    leaves: the parent of a rank is the rank with its lowest bit moved up by one. The second tree
-    mirrors the first (n even) or shifts it by one (n odd), so that even ranks are leaves."""
+    """Each rank's parent (None for the root) in each of two trees. In the first tree, odd ranks are
+    leaves; a rank's parent is that rank with the lowest set bit moved up by one. The second mirrors
+    the first (n even) or shifts it by one (n odd): even ranks (not 0, if n is odd) are leaves."""
 
     def parent(rank: int) -> int | None:
         lowest = rank & -rank
@@ -92,8 +92,8 @@ def _rings(n: int, S: float) -> Cost:
 
 def _halving(n: int, S: float) -> Cost:
     core = power_of_two(n)
-    held = [2] * (n - core) + [1] * (2 * core - n)  # final chunks of each core rank
-    kept = [sum(held[: core >> k]) for k in range(1, rounds(core) + 1)]  # of the busiest rank
+    held = [2] * (n - core) + [1] * (2 * core - n)  # final chunks per core rank
+    kept = [sum(held[: core >> k]) for k in range(1, rounds(core) + 1)]  # on the busiest rank
     cost = Cost(rounds(core), sum(kept) / n * S, sum(kept) / n * S)
     return cost + Cost(2, S + S / n, S) if core < n else cost
 
@@ -125,13 +125,13 @@ def _double_tree(n: int, S: float) -> Cost:
 
 @cache
 def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
-    """Height of the trees, most children of a rank, and pieces through the busiest rank, summed
-    over the ticks (P = 0: in one tick with all links in use)."""
+    """Tree height, most children of any rank, and pieces through the busiest rank, summed over all
+    ticks (P = 0: in a single tick with all links in use)."""
     trees = double_tree(n)
     children = [Counter(tree) for tree in trees]
     depths = [[depth(tree, rank) for rank in range(n)] for tree in trees]
     height = max(depths[0])
-    places = {  # depth, children and parents in each tree: many ranks share a place
+    places = {  # per tree: depth, children, parents; many ranks share a place
         tuple((d[r], c[r], int(tree[r] is not None)) for tree, c, d in zip(trees, children, depths))
         for r in range(n)
     }
@@ -142,7 +142,7 @@ def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
             rising, falling = tick - height + depth_here, tick - height - depth_here
             for k, out, into in ((rising, above, below), (falling, below, above)):
                 sent += (not P or 0 <= k < P) * out
-                received += (not P or 0 <= k + 1 < P) * into  # to be used in the next tick
+                received += (not P or 0 <= k + 1 < P) * into  # for use in the next tick
         return max(sent, received)
 
     ticks = range(P + 2 * height) if P else range(1)
@@ -193,12 +193,12 @@ COSTS: dict[str, dict[str, Callable[[int, float], Cost]]] = {
 
 
 def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
-    """Cost of one operation on n ranks; `nbytes` is S, which counts all n chunks together."""
+    """Cost of one operation on n ranks; `nbytes` is S, the bytes of all n chunks together."""
     return Cost(0, 0) if n == 1 else COSTS[collective][algorithm](n, nbytes)
 
 
 def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
-    """Costs of a hierarchical all-reduce inside and between nodes, over different links."""
+    """Costs of a hierarchical all-reduce inside nodes and between nodes, whose links differ."""
     k = ranks_per_node
     ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
     return ring, cost("all_reduce", "ring", nodes, nbytes / k)

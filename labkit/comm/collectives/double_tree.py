@@ -1,17 +1,17 @@
 """All-reduce over two trees at once: as few steps as one tree, with every rank's link busy.
 
-In one binary tree the leaves, half of all ranks, send only their own `x`. With two trees, each rank
-is an inner node of one and a leaf of the other. Each tree carries half of `x`, in P pieces that are
-pipelined up to the root and down again. 4 ranks:
+In a single binary tree the leaves, half of the ranks, send only their own `x`. With two trees, each
+rank is an inner node of one tree and a leaf of the other. Each tree carries half of `x`, whose P
+pieces are pipelined up to the root and down again. 4 ranks:
 
     0                        3
     └── 2                    └── 1       each rank has one parent and at most two children
         ├── 1                    ├── 2   in one tree, and only a parent in the other
         └── 3                    └── 0
 
-Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, with height h of about log2 n: the 2
-S beta of the ring in log2(n) steps. Some links are idle while the first pieces rise and the last
-ones fall; costs.py counts the bytes through the busiest rank.
+Cost: (P + 2h - 1) alpha + 2 S beta + S gamma for many pieces, with height h of about log2 n: the
+ring's 2 S beta at a latency of O(log n). Some links are idle while the first pieces rise and
+the last pieces fall; costs.py counts the bytes through the busiest rank.
 
 Source: Sanders, Speck and Träff, "Two-tree Algorithms for Full Bandwidth Broadcast, Reduction and
 Scan", 2009; the trees are NCCL's (src/graph/trees.cc).
@@ -29,7 +29,7 @@ from labkit.runtime.transports.wire import Wire, Work
 def double_tree_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """A rank of depth d sends piece k up in tick k + h - d and down in tick k + h + d. Every wait
+    """A rank at depth d sends piece k up in tick k + h - d and down in tick k + h + d. Every wait
     is for a message of an earlier tick, so no cycle of waiting ranks can form."""
     halves = zip(x.tensor_split(2), double_tree(wire.size))
     trees = [Tree(wire, half, up, tag + k * 2 * STREAM) for k, (half, up) in enumerate(halves)]
@@ -56,7 +56,7 @@ class Tree:
         self.depth = depth(parents, wire.rank)
         self.height = max(depth(parents, rank) for rank in range(wire.size))
         # All receives are posted at once, and all sends are awaited at the end. The parent's pieces
-        # are received into `x` itself: each arrives only after this rank's piece has gone up.
+        # are received into `x` itself: a piece comes down only after this rank has sent it up.
         self.incoming = [pieces_of(torch.empty_like(x)) for _ in self.children]
         self.rising = [
             [wire.irecv(piece, child, self.up_tag) for piece in pieces]
@@ -71,7 +71,7 @@ class Tree:
         self.sent_bytes = 0
 
     def up(self, k: int, reduce: Reduction, divide_by: int) -> Iterator[Work]:
-        """Add the children's piece k to this rank's and send the sum to the parent."""
+        """Add the children's piece k to this rank's piece k and send the sum to the parent."""
         for receives, incoming in zip(self.rising, self.incoming):
             yield receives[k]
             reduce(self.pieces[k], incoming[k])

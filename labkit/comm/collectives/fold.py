@@ -1,8 +1,8 @@
-"""Folding: run an algorithm for powers of two on any number of ranks. 6 ranks work as 4:
+"""Folding: run a power-of-two algorithm on any number of ranks. 6 ranks fold into 4:
 
     fold         4 --> 0     5 --> 1       the extra ranks send `x` to a core rank,
                  0 1 2 3                   the core runs the algorithm,
-    unfold       0 --> 4     1 --> 5       and sends back the result
+    unfold       0 --> 4     1 --> 5       and sends the result back
 
 Cost: 2 alpha + 2 S beta + S gamma. Source: Rabenseifner, "Optimization of Collective Reduction
 Operations", 2004, section 4.
@@ -18,7 +18,7 @@ from labkit.runtime.transports.wire import Wire
 def fold(
     wire: Wire, x: torch.Tensor, reduce: Reduction, tag: int, core: int | None = None
 ) -> Algorithm:
-    """Reduce `x` of each rank r >= `core` (default: power_of_two(n)) into that of rank r % core."""
+    """Reduce `x` of each rank r >= `core` (default: power_of_two(n)) into `x` of rank r % core."""
     core = core or power_of_two(wire.size)
     if wire.rank >= core:
         yield wire.isend(x, wire.rank % core, tag)

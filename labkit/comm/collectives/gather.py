@@ -1,11 +1,11 @@
-"""Gather: every rank's `x` to the root, into `chunks` (None on the other ranks).
+"""Gather: collect every rank's `x` in the root's `chunks` (None on the other ranks).
 
     flat      all ranks send to the root                      (n-1) alpha + (n-1)/n S beta
     tree      blocks of 1, 2, 4, ... ranks are merged         ceil(log2 n) alpha + (n-1)/n S beta
 
-S is the bytes the root holds at the end. The root receives the same bytes in both. The tree needs
-fewer messages, but sends most of the data more than once. It requires equal sizes on all ranks:
-intermediate ranks must know how much arrives. Source: as in broadcast.py.
+S is the number of bytes the root holds at the end, equal for both algorithms. The tree needs fewer
+messages, but sends most of the data more than once. It requires equal sizes on all ranks:
+intermediate ranks must know how many bytes arrive. Source: as in broadcast.py.
 """
 
 import torch
@@ -37,7 +37,7 @@ def flat_gather(
 def tree_gather(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: each rank sends on the whole block it has gathered.
+    """Binomial tree: each rank forwards the whole block it has gathered.
     Cost: ceil(log2 n) alpha + (n-1)/n S beta.
 
         round 1      1 -x1-> 0     3 -x3-> 2
@@ -60,8 +60,8 @@ def tree_gather(
     return 0
 
 
-# In this binomial tree, the positions of a subtree are consecutive: with 8 ranks, 5, 6, 7 are below
-# 4, and 3 is below 2. (In the broadcast's tree, which sends to far ranks last, they are not.)
+# In this binomial tree, a subtree's positions are consecutive: with 8 ranks, 5, 6, 7 are below 4,
+# and 3 is below 2. (In the broadcast tree, which sends to distant ranks last, positions are not.)
 
 
 def parent(position: int) -> int:
@@ -70,12 +70,12 @@ def parent(position: int) -> int:
 
 
 def children(n: int, position: int) -> list[int]:
-    """The children, nearest first, since its block is ready first: 5 and 6 for 4."""
+    """The children, nearest (whose block is ready first) to farthest: 5 and 6 for 4."""
     bits = [1 << k for k in range((n - 1).bit_length())]
     lowest = position & -position or n
     return [position + bit for bit in bits if bit < lowest and position + bit < n]
 
 
 def subtree(n: int, position: int) -> int:
-    """Number of ranks in the subtree of this position, itself included."""
+    """Number of ranks in the subtree rooted at `position`."""
     return min(position & -position or n, n - position)

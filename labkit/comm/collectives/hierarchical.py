@@ -1,7 +1,7 @@
-"""All-reduce inside each node, then between nodes: for clusters with much faster links inside nodes
-(NVLink, shared memory) than between them (Ethernet, InfiniBand).
+"""All-reduce inside each node, then between nodes: for clusters whose links inside nodes (NVLink,
+shared memory) are much faster than those between nodes (Ethernet, InfiniBand).
 
-2 nodes of 2 ranks, with the halves a and b that each rank holds:
+2 nodes of 2 ranks; a and b are the halves of each rank's `x`:
 
     at first                 0: a0 b0       1: a0 b0    |    2: a1 b1       3: a1 b1
     inside: reduce-scatter   0: A0          1: B0       |    2: A1          3: B1
@@ -9,13 +9,13 @@
                                             1: B0+B1 <------------------->  3: B0+B1
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
-Cost, m nodes of k ranks: inside, 2(k-1) alpha + 2(k-1)/k S beta; between, with another alpha and
-beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes of an all-reduce of S. If
-nodes differ in size, the smallest sets how many ranks of each node communicate between nodes; the
-other ranks fold into those first (fold.py).
+Cost, m nodes of k ranks: 2(k-1) alpha + 2(k-1)/k S beta inside nodes; between nodes, with different
+alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes of an all-reduce of S.
+If nodes differ in size, the smallest node sets how many ranks per node communicate between nodes;
+the other ranks first fold into these ranks (fold.py).
 
 Source: Jia et al., "Highly Scalable Deep Learning Training System with Mixed-Precision", 2018,
-section 3.3; NCCL's trees are hierarchical, too.
+section 3.3; NCCL's trees are hierarchical as well.
 """
 
 import torch
@@ -32,7 +32,7 @@ from labkit.runtime.transports.wire import Wire
 def hierarchical_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """`wire.nodes` lists the ranks of each machine."""
+    """`wire.nodes` lists the ranks of each node."""
     node = next(ranks for ranks in wire.nodes if wire.rank in ranks)
     columns = min(len(ranks) for ranks in wire.nodes)
     inside = SubsetWire(wire, node)

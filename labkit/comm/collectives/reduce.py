@@ -1,5 +1,5 @@
 """Reduce: the root's `x` becomes the reduction of all ranks' `x`. The algorithms are broadcasts in
-reverse that add at each hop. On the other ranks, `x` may hold partial sums afterwards.
+reverse, with an addition at each hop. Other ranks' `x` may hold partial sums afterward.
 
     flat      all ranks send to the root       (n-1) (alpha + S beta + S gamma)
     tree      pairs, pairs of pairs, ...       ceil(log2 n) (alpha + S beta + S gamma)
@@ -26,7 +26,7 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
     if wire.rank != root:
         yield wire.isend(x, root, tag)
         return x.nbytes
-    buffers = x.new_empty(2, x.numel())  # one is received while the other is added
+    buffers = x.new_empty(2, x.numel())  # receive into one while adding the other
     receives = [wire.irecv(buffers[k % 2], (root + k) % n, tag) for k in range(1, min(n, 3))]
     for k in range(1, n):
         yield receives[k - 1]
@@ -37,7 +37,7 @@ def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """Binomial tree in reverse: in each round half of the remaining ranks send and are done.
+    """Binomial tree in reverse: in each round, half of the remaining ranks send and finish.
     Cost: ceil(log2 n) (alpha + S beta + S gamma).
 
         round 1      2 --> 0     3 --> 1      0 has (0+2), 1 has (1+3)
@@ -57,7 +57,7 @@ def tree_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: 
 
 
 def chain_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """Pipelined chain in reverse: each rank adds its piece to the one received and passes it on.
+    """Pipelined chain in reverse: each rank adds its piece to the piece received and sends the sum.
     Cost: (P + n-2) (alpha + S/P beta + S/P gamma), P pieces.
 
         step 1                            2 <-a- 3

@@ -1,10 +1,10 @@
 """Reduce-scatter: `out` on rank r becomes the reduction of all ranks' chunk r.
 
     ring                pass on the partial sum       (n-1) alpha   + (n-1)/n S (beta + gamma)
-    recursive halving   exchange half of the rest     log2(n) alpha + (n-1)/n S (beta + gamma)
+    recursive halving   exchange half of the block    log2(n) alpha + (n-1)/n S (beta + gamma)
 
-If n is not a power of two, recursive halving folds first: each extra rank gives all its chunks to a
-core rank, for 2 alpha + (1 + 1/n) S beta more.
+If n is not a power of two, recursive halving folds first: each extra rank sends all its chunks to a
+core rank, which adds 2 alpha + (1 + 1/n) S beta.
 Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
 """
 
@@ -27,10 +27,10 @@ from labkit.runtime.transports.wire import Wire
 def ring_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """n - 1 steps: add this rank's chunk to the partial sum just received, and pass it on. `out`
-    may be chunk r itself. Cost: (n-1) alpha + (n-1)/n S (beta + gamma). 3 ranks:
+    """In n - 1 steps, add this rank's chunk to the partial sum just received and pass the sum on.
+    `out` may be chunks[rank]. Cost: (n-1) alpha + (n-1)/n S (beta + gamma). 3 ranks:
 
-        step     rank 0            rank 1            rank 2            in brackets: ranks in the sum
+        step     rank 0            rank 1            rank 2            (ranks in the sum)
         1        sends c2 (0)      sends c0 (1)      sends c1 (2)
         2        sends c1 (2+0)    sends c2 (0+1)    sends c0 (1+2)
         after    has c0 (1+2+0)    has c1 (2+0+1)    has c2 (0+1+2)
@@ -60,8 +60,8 @@ def ring_reduce_scatter(
 def rings_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Interleaved rings, one for each piece of long chunks. Cost: that of the ring, (n-1) alpha
-    more for each piece, with gamma hidden behind beta."""
+    """One ring per piece of the chunks (long chunks are split), interleaved. Cost: as for one ring,
+    plus (n-1) alpha per additional piece; gamma is hidden behind beta."""
     pieces = pieces_of_chunks([*chunks, out])
     rings = [ring_reduce_scatter(wire, piece[:-1], piece[-1], reduce, tag) for piece in pieces]
     return (yield from interleave(*rings))
@@ -70,8 +70,8 @@ def rings_reduce_scatter(
 def recursive_halving_reduce_scatter(
     wire: Wire, chunks: Chunks, out: torch.Tensor, reduce: Reduction, tag: int
 ) -> Algorithm:
-    """Exchange halves with the rank n/2, n/4, ... away. Cost: log2(n) alpha + (n-1)/n S (beta +
-    gamma), and a copy of S, to leave the chunks unchanged. 4 ranks, the chunks each still reduces:
+    """Exchange halves with the rank at distance n/2, n/4, ..., 1. Cost: log2(n) alpha + (n-1)/n S
+    (beta + gamma), plus a copy that keeps the chunks intact. 4 ranks and the chunks they reduce:
 
         at first     c0 c1 c2 c3   (all)
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3
@@ -97,8 +97,8 @@ def recursive_halving_reduce_scatter(
 
 
 def halve(wire: Wire, x: torch.Tensor, bounds: list[int], reduce: Reduction, tag: int) -> Algorithm:
-    """Recursive halving in place, n a power of two: the block of `x` between bounds r and r + 1
-    becomes the reduction on rank r; the other blocks hold partial sums."""
+    """Recursive halving in place; n is a power of two. On rank r, x[bounds[r] : bounds[r + 1]]
+    becomes the reduction; the other blocks of `x` hold partial sums."""
     rank, sent_bytes = wire.rank, 0
     half, first = wire.size // 2, 0  # this rank works on blocks first ... first + 2 half
     staging = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))

@@ -1,4 +1,4 @@
-"""Ring exchange: each rank's `x` goes to the next rank, the last rank's to the first. It is one
+"""Ring exchange: each rank sends `x` to the next rank, the last rank to the first. This is one
 step of every ring algorithm, and of ring attention, where keys and values travel around the ring.
 """
 
@@ -9,7 +9,7 @@ from labkit.runtime.transports.wire import Wire
 
 
 def next_ring_exchange(wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int) -> Algorithm:
-    """`out` becomes the previous rank's `x`: 0 --> 1 --> 2 --> 0, all at once. Cost: alpha + S
+    """`out` becomes the previous rank's `x`: 0 --> 1 --> 2 --> 0, at once. Cost: alpha + S
     beta."""
     n, rank = wire.size, wire.rank
     if n == 1:

@@ -1,9 +1,9 @@
 """Scatter: the root's chunk r becomes `x` of rank r (`chunks` is None on the other ranks).
 
     flat      the root sends each rank its chunk              (n-1) alpha + (n-1)/n S beta
-    tree      half of the rest goes to half of the ranks      ceil(log2 n) alpha + (n-1)/n S beta
+    tree      half of the chunks go to half of the ranks      ceil(log2 n) alpha + (n-1)/n S beta
 
-These are the gathers in reverse; the root starts with S bytes. Source: as in broadcast.py.
+Both are gathers in reverse; the root initially holds S bytes. Source: as in broadcast.py.
 """
 
 import torch
@@ -36,7 +36,7 @@ def flat_scatter(
 def tree_scatter(
     wire: Wire, x: torch.Tensor, chunks: Chunks | None, root: int, tag: int
 ) -> Algorithm:
-    """Binomial tree: each rank keeps one chunk and sends on the rest. All chunks have equal size.
+    """Binomial tree: each rank keeps one chunk and forwards the others. Chunks have equal sizes.
     Cost: ceil(log2 n) alpha + (n-1)/n S beta.
 
         round 1      0 -c2,c3-> 2

@@ -1,11 +1,11 @@
 """Building blocks of the algorithms: generators that yield to wait, interleaving, helpers.
 
-All ranks of the group run the same generator: `yield work` waits for that message, and the return
-value is the bytes this rank sent. `tag` separates the messages of different operations; messages
-between two ranks under one tag arrive in order.
+All ranks of the group run the same generator: `yield work` waits for the message, and the return
+value is the number of bytes this rank sent. `tag` separates the messages of different operations;
+messages between two ranks with the same tag arrive in order.
 
 A wait must never depend on a later action of the same rank. With `interleave`, therefore, all
-ranks wait in the same order (the rings), or post all receives first and send without waiting
+ranks either wait in the same order (the rings), or post all receives first and send without waiting
 (double_tree.py).
 """
 
@@ -18,15 +18,15 @@ import torch
 from labkit.comm.collectives.costs import piece_count
 from labkit.runtime.transports.wire import Wire, Work
 
-Chunks = list[torch.Tensor]  # n flat tensors, chunk i belonging to rank i
+Chunks = list[torch.Tensor]  # n flat tensors; chunk i belongs to rank i
 Reduction = Callable[[torch.Tensor, torch.Tensor], object]  # reduces the second into the first
 Algorithm = Generator[Work, None, int]
 
-STREAM = 1 << 21  # tag + k * STREAM: another tag of the same operation
+STREAM = 1 << 21  # tag + k * STREAM: additional tags of one operation
 
 
 def run(algorithm: Algorithm) -> int:
-    """Run the algorithm to completion; returns the bytes it sent."""
+    """Run the algorithm to completion; returns the number of bytes sent."""
     try:
         while True:
             next(algorithm).wait()
@@ -52,7 +52,7 @@ def interleave(*algorithms: Algorithm) -> Algorithm:
 
 
 class SubsetWire(Wire):
-    """A wire over some ranks of a group, this one included; `ranks[0]` becomes rank 0."""
+    """A wire over a subset of a group that includes this rank; `ranks[0]` becomes rank 0."""
 
     def __init__(self, wire: Wire, ranks: Sequence[int]):
         self._wire, self._ranks = wire, ranks
@@ -71,7 +71,7 @@ def pieces_of(x: torch.Tensor) -> Chunks:
 
 
 def pieces_of_chunks(chunks: Chunks) -> list[Chunks]:
-    """Split each chunk into as many pieces of at most PIECE_BYTES; list k holds all k-th pieces."""
+    """Split all chunks into equally many pieces of at most PIECE_BYTES; list k: the k-th pieces."""
     count = piece_count(max(chunk.nbytes for chunk in chunks))
     return [list(piece) for piece in zip(*(chunk.tensor_split(count) for chunk in chunks))]
 

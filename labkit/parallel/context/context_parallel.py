@@ -4,26 +4,26 @@
     rank 0     the             │           over      chunks 0 and 3 of 4 (zigzag.py)
     rank 1         quick brown │ fox jumps           chunks 1 and 2
 
-Embedding, norms, MLP and loss work token by token, so a rank does 1/n of the work and holds 1/n of
-the activations. Only attention needs other tokens, and is replaced:
+Embedding, norms, MLP and loss process each token independently, so a rank does 1/n of the work and
+holds 1/n of the activations. Only attention needs other ranks' tokens, so its core is replaced:
 
     way="ring"      blocks of k and v circulate past the queries    ring_attention.py
-    way="ulysses"   ranks exchange tokens for heads, and back       ulysses.py
+    way="ulysses"   ranks swap tokens for heads and back            ulysses.py
 
     model = context_parallel(GPT(...), comm)        # edit first,
     model = DDP(model, comm)                        # then wrap: each rank's loss is the mean over
     x, y = (sequence_shard(t, comm) for t in (x, y))        # its tokens, equally many per rank, so
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # gradients are averaged
 
-On a mesh, give DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks together,
+On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks combined,
 `mesh["dp", "cp"]`; a strategy over fewer ranks raises ValueError:
 
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-For dropout, seed ranks differently after building the model; "ring" has none in attention.
+With dropout, seed each rank differently after building the model; "ring" has no attention dropout.
 
-Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; the name, and the shards:
+Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; name and shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
 """
 
@@ -44,15 +44,15 @@ Way = Literal["ring", "ulysses"]
 
 
 def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.Module:
-    """Make `model` take this rank's `sequence_shard` of tokens, [b, s/n], and attend to all of s.
+    """Make `model` take this rank's `sequence_shard` of tokens [b, s/n], and attend to all tokens.
 
     Args:
         model: a plain GPT, edited in place: each `attn.core`, which must be causal, is replaced.
         comm: the ranks that share each sequence.
-        way: "ring": s divisible by 2n; "ulysses": heads and key-value heads divisible by n, too.
+        way: "ring" needs s divisible by 2n; "ulysses" also needs n to divide both head counts.
 
-    Returns the model with the same weights and names. `positions` default to those of this rank's
-    shard. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
+    Returns the model with the same weights and names. `positions` default to this rank's
+    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
     fewer ranks owns the parameters; in forward, if a sequence is not divisible or exceeds the
     model's context."""
     comm = Comm.of(comm)
@@ -72,7 +72,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward has no argument `positions`, the positions of a "
             "rank's tokens; edit the plain model first, then wrap it"
         )
-    for name, parameter in model.named_parameters():  # later strategies are checked by the mark
+    for name, parameter in model.named_parameters():  # the mark checks later strategies
         owner = owner_of(parameter)
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
@@ -127,7 +127,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
         check_heads(heads, kv_heads, comm.size)
         return Ulysses(core, comm)
     dropout = getattr(core, "dropout", 0.0)
-    if (p := getattr(dropout, "p", dropout)) > 0:  # a module, or the number itself
+    if (p := getattr(dropout, "p", dropout)) > 0:  # a module or a float
         raise ValueError(
             f'way="ring" supports no dropout in attention, and this model has {p}; set '
             'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
@@ -136,7 +136,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
 
 
 class _FillPositions:
-    """Forward pre-hook that passes `positions`; without it, each shard would start at 0."""
+    """Forward pre-hook that passes `positions`; by default, each shard would begin at 0."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self.signature, self.comm = inspect.signature(model.forward), comm

@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its queries, and blocks of keys and values travel past them.
+"""Ring attention: each rank keeps its queries; blocks of keys and values travel around the ring.
 
     n = 4 ranks, each with s/n tokens; k₂ is the block of keys and values of rank 2
 
@@ -8,27 +8,27 @@
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-Each step computes attention to some keys, as FlashAttention does: out, and L = log(sum of
-exp(score)) for each query. Two partial results combine into one:
+Each step computes attention to one block, as FlashAttention does: out and, per query, L = log(sum
+of exp(score)). Two partial results are combined as:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 
 With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal blocks need a mask:
 
     own block          causal, as in one process    both halves are in order     s²/2n² scores
-    an earlier rank's  all queries see its early half, none its late half        s²/2n²
+    an earlier rank's  all queries see its early half, none see its late half    s²/2n²
     a later rank's     the late half of the queries sees all keys                s²/2n²
 
-In backward, k and v travel again, and each block's gradient travels with it to its owner.
+In backward, k and v travel again; each block's gradient travels with the block to its owner.
 
-    saved     q, k, v, out, and L (4 bytes a row): linear in s/n; no scores
-    forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements from each rank
+    saved     q, k, v, out, and L (4 bytes per row): linear in s/n; no scores
+    forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements sent per rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
-    hidden    if computing with a block takes longer than sending it: labkit/predict/context.py
+    hidden    if a block takes longer to compute than to send: labkit/predict/context.py
 
 Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
 2407.21783, section 3.3.2, which gathers all k and v at once.
-Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
+Legend: b rows, h heads, g key-value heads, s tokens per whole sequence, e head width, n ranks.
 """
 
 from collections.abc import Iterator
@@ -62,10 +62,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, comm: Comm, tile: int = TILE
     Args:
         q: [b, h, s/n, e]; k, v: [b, g, s/n, e], where g divides h. 2-byte types are sent
             unchanged and computed in float32.
-        tile: queries and keys whose scores are computed at once; memory grows with its square.
+        tile: queries and keys per tile of scores; memory grows with the square of `tile`.
 
     Returns [b, h, s/n, e] in q's dtype, differentiable once. Raises ValueError if shapes or dtypes
-    do not match, or the shard does not split into halves."""
+    do not match, or the shard cannot be halved."""
     check_fit(q, k, v, tile)
     check_splits(q.shape[2] * comm.size, comm.size)
     return _RingAttention.apply(q, k, v, comm, tile)
@@ -80,7 +80,7 @@ class _RingAttention(torch.autograd.Function):
                 rows, keys, causal = _visible(comm.rank, owner, q.shape[2])
                 k_seen, v_seen = block[:, :, :, keys]
                 part = flash_forward(queries[:, :, rows], k_seen, v_seen, causal, tile)
-                if owner == comm.rank:  # the first
+                if owner == comm.rank:  # the first block
                     out, logsum = part
                 else:
                     _merge(out[:, :, rows], logsum[:, :, rows], *part)
@@ -107,7 +107,7 @@ class _RingAttention(torch.autograd.Function):
                 continue
             dq[:, :, rows] += dq_part
             if handle is not None:
-                handle.wait()  # for this block's gradient from the ranks before
+                handle.wait()  # for this block's gradient from previous ranks
             leaving, arriving = arriving, torch.empty_like(own_dkv)
             leaving[:, :, :, keys] += torch.stack(dkv)
             handle = comm.ring_exchange(arriving, leaving, async_op=True)
@@ -119,7 +119,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
-    """Yields each (owner, block), this rank's first, while the next block arrives."""
+    """Yields (owner, block), this rank's block first, while the next block arrives."""
     for step in range(comm.size - 1):
         arriving = torch.empty_like(block)
         handle = comm.ring_exchange(arriving, block, async_op=True)
@@ -131,7 +131,7 @@ def _circulate(block: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 
 def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
-    """The queries that see keys of `owner`, the keys they see, and whether the mask is causal."""
+    """The queries that see `owner`'s keys, the visible keys, and whether the mask is causal."""
     half, full = length // 2, slice(0, length)
     if owner == rank:
         return full, full, True
@@ -139,7 +139,7 @@ def _visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
 
 
 def _merge(out: Tensor, logsum: Tensor, part: Tensor, part_logsum: Tensor) -> None:
-    """Add a part's attention to out [b, h, queries, e] and logsum [b, h, queries], in place."""
+    """Merge a part's attention into out [b, h, queries, e] and logsum [b, h, queries], in place."""
     both = torch.logaddexp(logsum, part_logsum)
     out *= torch.exp(logsum - both).unsqueeze(-1)
     out += part * torch.exp(part_logsum - both).unsqueeze(-1)

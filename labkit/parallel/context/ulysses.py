@@ -1,4 +1,4 @@
-"""Ulysses: during attention, ranks share the heads instead of the sequence.
+"""Ulysses: during attention, heads are sharded instead of the sequence.
 
                  heads                                     heads
               a  b  c  d                                a  b  c  d
@@ -8,15 +8,15 @@
            2  ░  ░  ░  ░   rank 1    <──────────    3   ▪  ▪ │ ░  ░
            3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
 
-With h/n heads and all tokens, a rank can use any attention kernel, dropout included. q, k, v and
-the result take four all-to-alls in forward, and four in backward.
+With h/n heads and all tokens, a rank can use any attention kernel and dropout. q, k, v and
+the result need four all-to-alls in forward, and four in backward.
 
-    traffic   (n-1)/n · (2h + 2g) b s/n e elements from each rank, forward, and again backward:
-              falls with n, while the ring's (n-1)/n · 2 b s g e does not
-    limit     n must divide the heads and the key-value heads
+    traffic   (n-1)/n · (2h + 2g) b s/n e elements sent per rank in forward, and in backward;
+              falls with n, unlike the ring's (n-1)/n · 2 b s g e
+    limit     h and g must be divisible by n
 
 Source: Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.
-Legend: b rows, h heads, g key-value heads, s tokens of the whole sequence, e head width, n ranks.
+Legend: b rows, h heads, g key-value heads, s tokens per whole sequence, e head width, n ranks.
 """
 
 import torch
@@ -28,7 +28,7 @@ from labkit.parallel.context.zigzag import join_zigzag, split_zigzag
 
 
 class Ulysses(nn.Module):
-    """An attention core for inputs sharded over `comm`; runs `core` on all tokens of some heads."""
+    """An attention core for inputs sharded over `comm`; runs `core` on all tokens and h/n heads."""
 
     def __init__(self, core: nn.Module, comm: Comm) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class Ulysses(nn.Module):
 
 
 def to_heads(x: Tensor, comm: Comm) -> Tensor:
-    """All heads of some tokens -> all tokens of some heads: [b, h, s/n, e] -> [b, h/n, s, e]."""
-    leaving = x.chunk(comm.size, dim=1)  # the heads of each rank
+    """All heads, s/n tokens -> h/n heads, all tokens: [b, h, s/n, e] -> [b, h/n, s, e]."""
+    leaving = x.chunk(comm.size, dim=1)  # heads per rank
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
     comm.all_to_all(arriving, leaving)
-    return join_zigzag(arriving, dim=2)  # the tokens of each rank, put in order
+    return join_zigzag(arriving, dim=2)  # all ranks' tokens, in order
 
 
 def to_sequence(x: Tensor, comm: Comm) -> Tensor:
-    """The inverse: [b, h/n, s, e] -> [b, h, s/n, e]."""
+    """The inverse of `to_heads`: [b, h/n, s, e] -> [b, h, s/n, e]."""
     leaving = split_zigzag(x, comm.size, dim=2)
     arriving = [x.new_empty(leaving[0].shape) for _ in leaving]
     comm.all_to_all(arriving, leaving)
@@ -59,12 +59,12 @@ def to_sequence(x: Tensor, comm: Comm) -> Tensor:
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raises ValueError if heads do not divide over the ranks, naming rank counts that work."""
+    """Raises ValueError if heads are not divisible by `ranks`; suggests valid rank counts."""
     if heads % ranks == 0 and kv_heads % ranks == 0:
         return
     valid = [n for n in range(1, kv_heads + 1) if heads % n == kv_heads % n == 0]
     what = f"{heads} heads" if heads % ranks else f"{kv_heads} key-value heads"
     raise ValueError(
-        f"Ulysses: {what} do not divide over {ranks} context-parallel ranks; "
+        f"Ulysses: {what} are not divisible by {ranks} context-parallel ranks; "
         f'use {" or ".join(map(str, valid))}, or way="ring", which takes any number of heads'
     )

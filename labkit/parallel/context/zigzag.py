@@ -1,8 +1,8 @@
-"""Zig-zag shards: rank r holds chunks r and 2n-1-r of 2n, so all do equal work in causal attention.
+"""Zig-zag shards: rank r holds chunks r and 2n-1-r of 2n, for equal work in causal attention.
 
     chunk                    0     1     2     3     4     5          n = 3 ranks
     rank                     0     1     2     2     1     0
-    chunks of keys it sees   1     2     3     4     5     6          7 in total on each rank
+    visible key chunks       1     2     3     4     5     6          7 in total per rank
 
 Source: Llama Team, arXiv 2407.21783, section 3.3.2. Striped Attention (Brandon et al., arXiv
 2311.09431) balances differently: rank r holds every n-th token, starting at r.
@@ -18,7 +18,7 @@ from labkit.comm import Comm
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which is equal on all ranks:
-    [b, s] -> [b, s/n]. ValueError if n > 1 and `dim` is not divisible by 2n."""
+    [b, s] -> [b, s/n]. Raises ValueError if n > 1 and `dim` is not divisible by 2n."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 
@@ -35,14 +35,14 @@ def gather_sequence(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
 
 
 def split_zigzag(x: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """The shards of all ranks, from the whole sequence."""
+    """Split the whole sequence into all ranks' shards."""
     check_splits(x.shape[dim], ranks)
     chunks = x.tensor_split(2 * ranks, dim)
     return [torch.cat([chunks[r], chunks[2 * ranks - 1 - r]], dim) for r in range(ranks)]
 
 
 def join_zigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole sequence, from the shards of all ranks."""
+    """Join all ranks' shards into the whole sequence."""
     early, late = zip(*(shard.tensor_split(2, dim) for shard in shards))
     return torch.cat([*early, *reversed(late)], dim)
 

@@ -1,11 +1,11 @@
 """Backward in two halves: the input gradient now, the weight gradients later.
 
-    backward of y = x Wᵀ + b      input    dx = dy W                 the stage before waits for it
-                                  weight   dW = dyᵀ x, db = Σ dy     no stage waits for it
+    backward of y = x Wᵀ + b      input    dx = dy W                 the previous stage waits for dx
+                                  weight   dW = dyᵀ x, db = Σ dy     no stage waits for dW, db
 
 Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, appends its weight
-half to a list, which `run_later` runs as one backward, with all hooks. The input half runs
-inside `deferring` too, for recompute. It includes the cheap gradients of norms and embeddings.
+half to a list, which `run_later` runs as one backward, with all hooks. The input half also runs
+inside `deferring`, for recompute, and includes the cheap gradients of norms and embeddings.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -48,7 +48,7 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
 def run_later(later: Later, hooked: Iterable[nn.Parameter] = ()) -> None:
     """Run and empty the list as one backward, which also calls the hooks of `hooked`."""
     roots = [make() for make in later]
-    roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zeros
+    roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zero gradients
     later.clear()
     if roots:
         torch.autograd.backward(roots)
@@ -70,8 +70,8 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
-    not inputs, or autograd would call their hooks too early. The anchor starts backward if x needs
-    no gradient."""
+    not inputs, or autograd would call their hooks too early. The anchor lets backward run even if x
+    needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:

@@ -1,30 +1,30 @@
-"""Gradients that several ranks hold: averaged over replicas, summed over copies of a parameter.
+"""Gradients of replicas, which are averaged, and of tied parameters, whose copies are summed.
 
-Replicas of a stage average their gradients. A pipeline runs many backwards in a step:
+Replicas of a stage average their gradients. A pipeline runs many backwards per step:
 
     1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
-    DDP, stage 1 of ZeRO                         └ here, once          2 (d-1)/d G
-    stage 2 of ZeRO                  B0    B1    B2 in each      (m+1) (d-1)/d G
-    ZeRO-3                        F0 B0 F1 B1 F2 B2 in each          3m (d-1)/d G
+    DDP, stage 1 of ZeRO                         └ once per step      2 (d-1)/d G
+    stage 2 of ZeRO                  B0    B1    B2 each time    (m+1) (d-1)/d G
+    ZeRO-3                        F0 B0 F1 B1 F2 B2 each time        3m (d-1)/d G
 
-ZeRO-2 and 3 keep no full gradients or weights, so they send whenever these are computed or used.
-DeepSpeed's PipelineEngine rejects both; labkit rejects only what is wrong or slower still: deferred
-weight gradients with either, a tied embedding in ZeRO-3, updates without a flush with any of them.
+ZeRO-2 and 3 keep no full gradients or weights, so they communicate in every pass. DeepSpeed's
+PipelineEngine rejects both stages; labkit rejects only what would be wrong or even slower: deferred
+weight gradients in ZeRO-2 or 3, tied weights in ZeRO-3, replicas without a flush.
 
-A tied parameter, such as an embedding that is also the head, is on several stages:
+A tied parameter, such as an embedding shared with the head, is on several stages:
 
     stage 0   embed ─ ...          dE from the token lookup       ╲
-    stage 3   ... ─ head           dE from the logits             ╱  one all-reduce of the two ranks
+    stage 3   ... ─ head           dE from the logits             ╱  one all-reduce over two ranks
 
-Copies stay equal: each step uses the same summed gradient. On a mesh, there is one group of
-owners, an embedding group, per data- and tensor-parallel index:
+Copies stay equal: each step uses the same summed gradient. On a mesh, there is one embedding
+group (the owners) per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
     traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
-                with a ZeroOptimizer, which gives it its own bucket, 1/dp of that
+                with a ZeroOptimizer, which gives tied weights their own bucket, 1/dp
 
-Legend: d replicas, m micro-batches, G bytes of the stage's gradients; sent by a rank in a step.
+Legend: d replicas, m micro-batches, G bytes of the stage's gradients; traffic is per rank and step.
 Source: Megatron-LM: embedding groups of `initialize_model_parallel`; the shared embedding's own
     bucket under the distributed optimizer (`_ParamAndGradBuffer`).
 """
@@ -47,7 +47,7 @@ def wrapped(
     stages: Sequence[nn.Module], own: Sequence[int], size: int,
     wrap: Callable[[nn.Module], nn.Module] | None,
 ) -> list[nn.Module]:  # fmt: skip
-    """`stages`, with this rank's trainable ones wrapped. Raises ValueError, on all ranks, if two
+    """`stages`, with this rank's trainable stages wrapped. Raises ValueError, on all ranks, if two
     stages of one rank share a parameter, which both wrappers would average."""
     stages = list(stages)
     if wrap is None:
@@ -67,15 +67,15 @@ def wrapped(
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
-    """The last action that adds to a parameter's gradient; None without one."""
+    """The last action that adds to a parameter's gradient; None if there is none."""
     trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
     backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
     return backwards[-1] if backwards else None
 
 
 def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any]:
-    """This rank's sharders that can average in the last backward only. Raises ValueError if one
-    cannot and the schedule splits backward into halves."""
+    """This rank's sharders that can average in the last backward only. Raises ValueError if a
+    sharder cannot and the schedule splits backward into halves."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
     sharders = [owner for owner in owners if implements(owner, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
@@ -91,7 +91,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Parameters that are on several ranks, with their ranks."""
+    """Parameters held by several ranks, each with those ranks."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():
@@ -100,12 +100,12 @@ def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tupl
 
 
 class Tied:
-    """Parameters that several stages share: equal at the start, gradients summed each step."""
+    """Parameters that several stages share: broadcast at first; gradients summed in each step."""
 
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
         self._copies = [(p, group) for p, ranks in owners.items() if (group := groups[ranks])]
-        self._gradients: list[tuple[TiedGradient, Any]] = []  # of the step, each with its group
+        self._gradients: list[tuple[TiedGradient, Any]] = []  # of this step, with their groups
         for parameter, group in self._copies:
             group.broadcast(parameter.detach(), 0)
 
@@ -127,13 +127,13 @@ class Tied:
 
 
 class WholeGradient:
-    """The unsharded gradient of a tied parameter, as without ZeRO."""
+    """The unsharded gradient of a tied parameter, used without ZeRO."""
 
     def __init__(self, parameter: nn.Parameter, group: Any):
         self.parameter, self.is_first = parameter, group.rank == 0
 
     def set_aside(self) -> None:
-        """Every owner has the sum of earlier steps: only the first one keeps it."""
+        """Every owner holds the sum of earlier steps: only the first owner keeps this sum."""
         if self.parameter.grad is not None and not self.is_first:
             self.parameter.grad.zero_()
 
@@ -147,8 +147,8 @@ class WholeGradient:
 def check_ties(
     stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
 ) -> None:
-    """Raises ValueError, on all ranks, if a tied parameter is in a ZeRO3, here or in another stage:
-    each owner would have a different shard."""
+    """Raises ValueError, on all ranks, if a tied parameter is in a ZeRO3 on any of its stages: each
+    owner would hold a different shard."""
     problem = ""
     for index, stage in enumerate(stages):
         parameters = {*stage.parameters()}
@@ -175,8 +175,8 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """Some ranks of a comm over part of the world, which cannot create subgroups: each owner sends
-    to every other. (Two owners send as much as in an all-reduce.)"""
+    """Replaces a subgroup of a comm that covers part of the world and cannot create subgroups: each
+    owner sends to every other owner. (For two owners, this sends as much as an all-reduce.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):
         self.ranks, self.comm, self.rank = ranks, comm, ranks.index(comm.rank)

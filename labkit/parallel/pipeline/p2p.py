@@ -1,12 +1,12 @@
 """Messages of a pipeline: sends do not block, and receives are posted ahead.
 
-    rank 0     F0 F1 ────────── F2                  every rank knows the actions of all: rank 1
-                 ╲  ╲             ╲                 knows what rank 0 sends, and in which order
-    rank 1        F0 │ F1  B0      F2               posts its receives in that order, the next one
-                     └ posted before F0 runs        before it computes
+    rank 0     F0 F1 ────────── F2                  every rank knows the whole schedule: rank 1
+                 ╲  ╲             ╲                 knows what rank 0 sends, and in which order;
+    rank 1        F0 │ F1  B0      F2               it posts receives in that order, each before
+                     └ posted before F0 runs        the preceding computation
 
-Tensors are [rows, ...]. All ranks know the rows of each micro-batch; shape, dtype and whether a
-gradient returns are sent once per boundary, before its first message.
+Tensors are [rows, ...]. All ranks know the rows per micro-batch; shape, dtype and whether a
+gradient returns are sent once per boundary, before the first message.
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ class TensorMeta(NamedTuple):
     """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
-    rest: tuple[int, ...]  # the shape after the rows
+    rest: tuple[int, ...]  # the shape after dim 0, the rows
     has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
@@ -59,7 +59,7 @@ class PendingSend(NamedTuple):
     what: str
 
     def wait(self) -> None:
-        """Raises ValueError if the tensor was written to meanwhile."""
+        """Raises ValueError if the tensor was modified during the send."""
         self.handle.wait()
         if _version(self.x) != self.version:
             raise ValueError(
@@ -69,28 +69,28 @@ class PendingSend(NamedTuple):
 
 
 def _version(x: Tensor) -> int:
-    """Increases with every write; inference tensors have none."""
+    """The version counter, increased by every write; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
 class P2PChannel:
-    """This rank's sends and receives in each step of `schedule`: full tensors, or slices."""
+    """This rank's sends and receives in each step of `schedule`, of full tensors or slices."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
         size, chunks = comm.size, chunks_of(schedule)
-        self._orders: dict[int, list[Message]] = {}  # from each rank to this one, as it sends them
+        self._orders: dict[int, list[Message]] = {}  # received from each rank, in send order
         for source, actions in enumerate(schedule):
             messages = [sent(action, source, size, chunks) for action in actions]
             own = [m for m in messages if m and m.target % size == comm.rank != source]
             self._orders[source] = own
-        self._metas: dict[int, TensorMeta] = {}  # by boundary: the stage before it
+        self._metas: dict[int, TensorMeta] = {}  # by boundary: the index of the stage before
         self._pending_sends: deque[PendingSend] = deque()
         self._in_step = False
 
     def begin(self, rows: Sequence[int], device: torch.device, changed: bool) -> None:
-        """`changed`: shapes or dtypes differ from the last step. Raises RuntimeError if the last
-        step failed."""
+        """`changed`: whether shapes or dtypes differ from the last step. Raises RuntimeError if the
+        last step failed."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline failed, and its messages are still in flight; "
@@ -109,7 +109,7 @@ class P2PChannel:
         self._in_step = False
 
     def send(self, message: Message, x: Tensor | None) -> None:
-        """Start to send `x`; None means no gradient and sends nothing."""
+        """Start sending `x`; None means no gradient, and nothing is sent."""
         self._release_sent()
         if message.what == "activation":
             assert x is not None
@@ -160,12 +160,12 @@ class P2PChannel:
             )
 
     def has_gradient(self, boundary: int) -> bool:
-        """Whether a gradient returns over `boundary`; known after its first message."""
+        """Whether a gradient returns over `boundary`; known after the first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
-        """[rows, ...]; an activation requires grad if the stage before does. None if a gradient is
-        not needed. Raises CommError if the message does not arrive."""
+        """[rows, ...]; an activation requires grad if the sender's output does. None if a gradient
+        is not needed. Raises CommError if the message does not arrive."""
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:
@@ -195,7 +195,7 @@ class P2PChannel:
         return x
 
     def _post_next(self, source: int, wanted: bool) -> None:
-        """Post the next receive from `source`; unless `wanted`, only if its shape is known."""
+        """Post the next receive from `source`; unless `wanted`, only if the shape is known."""
         if not self._expected[source]:
             return
         message = self._expected[source][0]

@@ -1,18 +1,18 @@
-"""Pipeline parallelism: each rank holds some layers; micro-batches go from rank to rank.
+"""Pipeline parallelism: each rank holds some layers; micro-batches pass from rank to rank.
 
-    a batch of rows, cut into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
+    the rows of a batch, split into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
         rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x enters here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
-        rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y, and the loss
+        rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y and the loss
 
     each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
-                      limited by the schedule: p - rank with 1F1B
-    traffic           b s h elements (GPT) per boundary, micro-batch and direction
+                      whose number the schedule limits: p - rank with 1F1B
+    traffic           b s h elements (GPT) per boundary, direction and micro-batch
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 `step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
 rank r is virtual stage c p + r. Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al.,
-arXiv 2104.04473, section 2.2; a runner of action lists: torch.distributed.pipelining.
+arXiv 2104.04473, section 2.2; running action lists: torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,27 +39,27 @@ Optimizer = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.O
 
 
 class Pipeline(StagedModel):
-    """This rank's part of a pipeline of `stages`.
+    """This rank's part of a pipeline over `stages`.
 
     Args:
-        stages: all p v virtual stages in order, the same on every rank, as from `split`. Each maps
-            one tensor [rows, ...] to another.
-        comm: the ranks, such as `mesh.pp`; default: all.
-        schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or your own
+        stages: all p v virtual stages in order, equal on every rank, as from `split`. Each stage
+            maps a tensor [rows, ...] to a tensor.
+        comm: the ranks, such as `mesh.pp`; default: all ranks.
+        schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or a custom
             list of actions per rank.
-        microbatches: m; default: 8, or as many as your own schedule has.
-        loss_fn: loss_fn(output, y) -> scalar mean over the rows; called on the last stage.
-        chunks: v, checked against the number of stages.
-        recompute: keep only each stage's inputs, and repeat its forward in backward.
-        optimizer: for schedules that update ("pipedream"): an optimizer, or a function of the
-            parameters such as `lambda p: torch.optim.SGD(p, lr=0.1)`.
-        scatter_gather: tensor-parallel ranks, such as `mesh.tp`, to send 1/t each
-            (scatter_gather.py). Not with a sharded sequence.
-        wrap: wraps each trainable stage here, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
+        microbatches: m; default: 8, or the count in a custom schedule.
+        loss_fn: loss_fn(output, y) -> mean over the rows, a scalar; called on the last stage.
+        chunks: v; must match the number of stages.
+        recompute: keep only the stages' inputs, and repeat their forward in backward.
+        optimizer: for schedules with updates ("pipedream"): an optimizer, or a function of the
+            parameters, such as `lambda p: torch.optim.SGD(p, lr=0.1)`.
+        scatter_gather: tensor-parallel ranks, such as `mesh.tp`, each of which sends
+            1/t of x (scatter_gather.py). Not for a sharded sequence.
+        wrap: wraps each trainable local stage, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
             wrapped stages.
 
     Create a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
-    all stages; `save_checkpoint` saves them as one model. Raises ValueError, on every rank, if
+    all stages; `save_checkpoint` saves one model. Raises ValueError, on every rank, if
     stages, ranks and micro-batches do not match or differ between ranks; ScheduleError for invalid
     schedules."""
 
@@ -93,7 +93,7 @@ class Pipeline(StagedModel):
         modules, last = [stages[index] for index in own], len(stages) - 1
         self._optimizer = validation.optimizer_of(optimizer, modules, self.schedule, owners)
         actions, place = self.schedule[comm.rank], (comm.rank, comm.size, self.chunks)
-        self._program = [  # each action, the message it receives and the one it sends
+        self._program = [  # (action, message received, message sent)
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
         loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # no cycle
@@ -106,7 +106,7 @@ class Pipeline(StagedModel):
         ]  # fmt: skip
         self._last_backward = grad_sync.last_backward(actions, self._stages)
         self._has_first, self._has_last = own[0] == 0, own[-1] == last
-        self._xs: dict[Action, Tensor] = {}  # on the first stage: the micro-batch of each forward
+        self._xs: dict[Action, Tensor] = {}  # on the first stage: forward -> its micro-batch
         self._loss_fn = loss_fn
         parts = scatter_gather_over(scatter_gather, comm, modules)
         self._p2p = P2PChannel(comm, self.schedule, parts)
@@ -116,16 +116,16 @@ class Pipeline(StagedModel):
         raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
 
     def step(self, x: Tensor, y: Tensor, scaler: LossScaler | None = None) -> Tensor | None:
-        """Forward and backward of one batch, which leave the gradients in `.grad`.
+        """Run forward and backward of one batch, and leave the gradients in `.grad`.
 
         Args:
-            x, y: the same batch on all ranks, [rows, ...]; the first stage uses x, the last y.
-                Losses of micro-batches are weighted by rows: gradients are those of the batch mean.
-            scaler: the same on all ranks; afterwards call `scaler.step(optimizer)` and
+            x, y: the same batch on all ranks, [rows, ...]; the first stage uses x, the last uses y.
+                Micro-batch losses are weighted by rows, so gradients are those of the batch mean.
+            scaler: the same on all ranks; afterward, call `scaler.step(optimizer)` and
                 `scaler.update()`.
 
         Returns the mean loss, detached, on the last stage's rank; None elsewhere. To evaluate, call
-        it inside `torch.no_grad()`. Modes (train or eval, gradients, autocast) must agree between
+        this inside `torch.no_grad()`. Modes (train or eval, gradients, autocast) must agree between
         ranks, but may change between steps. Raises ValueError if there are fewer rows than
         micro-batches, x and y differ in rows, or a stage overwrites an output while it is sent;
         RuntimeError if the loss lacks a gradient that parameters need; StageError if a stage cannot
@@ -137,14 +137,14 @@ class Pipeline(StagedModel):
                 result = self._stages[action.chunk].run(action, message)
             if outgoing:
                 self._p2p.send(outgoing, result)
-            del message, result  # frees their memory
+            del message, result  # free memory
         self._p2p.end()
         self._tied.sum_gradients()
         self._xs, self._ys = {}, ()
         return self._loss if self._has_last else None
 
     def _without_sync(self, action: Action) -> ExitStack:
-        """A ZeroOptimizer holds the parameters of all chunks, and sends in their last backward."""
+        """A ZeroOptimizer owns all chunks' parameters, and sends only in the last backward."""
         stack = ExitStack()
         for optimizer in self._send_once if action != self._last_backward else ():
             stack.enter_context(optimizer.no_sync())
@@ -167,7 +167,7 @@ class Pipeline(StagedModel):
         if self._scaler is not None:
             validation.check_scaler(self._scaler, self)
             if not self._has_last:
-                self._scaler.scale(torch.zeros(()))  # in place of a loss
+                self._scaler.scale(torch.zeros(()))  # instead of a loss
         self._tied.begin()
         self._send_once = grad_sync.optimizers_that_send_once(self.module, self.schedule)
 
@@ -175,7 +175,7 @@ class Pipeline(StagedModel):
         """Micro-batch k's share of the batch mean, or its full loss with PipeDream's updates."""
         assert self._loss_fn is not None
         last, loss = self._stages[-1], self._loss_fn(output, self._ys[k])
-        needed = self._p2p.has_gradient(last.index - 1)  # by stages before this one
+        needed = self._p2p.has_gradient(last.index - 1)  # by earlier stages
         needed |= any(p.requires_grad for p in last.module.parameters())
         at = f"stage {last.index} (rank {self.comm.rank}), micro-batch {k}"
         validation.check_loss_of(loss, needed, at)
@@ -187,5 +187,5 @@ class Pipeline(StagedModel):
         return share if self._scaler is None else self._scaler.scale(share)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._agreed = None  # as after pipeline.bfloat16(), which changes the dtypes sent
+        self._agreed = None  # for example, pipeline.bfloat16() changes the dtypes sent
         return super()._apply(fn, recurse)

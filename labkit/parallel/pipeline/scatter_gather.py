@@ -1,15 +1,15 @@
-"""Scatter/gather: tensor-parallel ranks hold the same x, so each sends only a slice to the next
-stage.
+"""Scatter/gather: tensor-parallel ranks hold the same x, so each rank sends only a slice to the
+next stage.
 
     stage 0, 2 tensor-parallel ranks                       stage 1
         tp 0   x = | a b | c d |    ── a b ─────────▶    | a b | . . | ╲ all-gather   | a b | c d |
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
-Sent whole, x crosses the slow links between nodes t times. Instead, each rank sends a range of the
-flattened x, and fast links gather the slices inside the next node. So do gradients.
+If sent whole, x would cross the slow links between nodes t times. Instead, each rank sends a slice
+of the flattened x, and fast links gather the slices in the next node; the same holds for gradients.
 
-    traffic     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; and an
-                all-gather over tp on arrival, b s h (t-1)/t (bus bytes)
+    traffic     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; plus
+                an all-gather over tp on arrival, b s h (t-1)/t (bus bytes)
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
@@ -26,7 +26,7 @@ from labkit.parallel.common.shards import Shard, check_same
 
 
 class ScatterGather:
-    """Splits a message over tensor-parallel ranks, and gathers it."""
+    """Splits a message over tensor-parallel ranks, and gathers the slices."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
@@ -34,19 +34,19 @@ class ScatterGather:
     def own_part(self, x: Tensor, what: str) -> Tensor:
         """This rank's flat slice of x [rows, ...]. In a `World(check=True)`, raises ValueError,
         naming `what`, if x differs between ranks."""
-        advice = "scatter_gather sends a slice of each, so they must be bitwise equal"
+        advice = "scatter_gather sends one slice per rank, so replicas must be bitwise equal"
         check_same(self.comm, what, lambda: [x], advice)
         return self.own_slice(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
-        """Each rank's range of a contiguous tensor, a view [numel / t]."""
+        """Each rank's slice of a contiguous tensor, a view [numel / t]."""
         return whole.view(-1).split(events.chunk_sizes(whole.numel(), self.comm.size))
 
     def own_slice(self, whole: Tensor) -> Tensor:
         return self.parts(whole)[self.comm.rank]
 
     def gather(self, whole: Tensor) -> None:
-        """Fill `whole`, which holds this rank's slice, with the slices of the others."""
+        """Fill `whole`, which holds this rank's slice, with the slices of the other ranks."""
         parts = list(self.parts(whole))
         self.comm.all_gather(parts, parts[self.comm.rank])
 
@@ -54,8 +54,8 @@ class ScatterGather:
 def scatter_gather_over(
     comm: Comm | None, pipeline: Comm, stages: Iterable[nn.Module]
 ) -> ScatterGather | None:
-    """ScatterGather over `comm`; None for None or one rank. All ranks of `pipeline` call it, and
-    all raise ValueError if comms differ, or the ranks of one do not hold the same messages."""
+    """ScatterGather over `comm`; None for None or one rank. All ranks of `pipeline` must call this;
+    all raise ValueError if comms differ, or the ranks of a comm do not hold the same messages."""
     comm = None if comm is None else Comm.of(comm)
     own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
     mismatch = _mismatch(comm, pipeline, list(stages)) if comm and comm.size > 1 else ""

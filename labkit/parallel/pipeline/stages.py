@@ -1,5 +1,5 @@
 """Pipeline stages: layers under their names in the whole model, such as `blocks.3.attn.q.weight`. A
-stage that is not a `Layers` gets its names from nn.Sequential(*stages)."""
+stage that is not a `Layers` takes its names from nn.Sequential(*stages)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from labkit.parallel.common.sharder import full_state_dict, unwrapped
 
 
 class Layers(nn.Module):
-    """Runs layers in order, each under its path in the model: `Layers({"norm": norm})`."""
+    """Runs layers in order, registered under their paths in the model: `Layers({"norm": norm})`."""
 
     def __init__(self, layers: Mapping[str, nn.Module]):
         super().__init__()
@@ -23,7 +23,7 @@ class Layers(nn.Module):
             place: Any = self
             for parent in parents:
                 place = place._modules.setdefault(parent, nn.Module())
-            place._modules[name] = layer  # also if its name is `layers`
+            place._modules[name] = layer  # even if named `layers`
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers.values():
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """The unwrapped stages `own` of a rank. Raises ValueError if two layers share a name."""
+        """A rank's stages `own`, unwrapped. Raises ValueError if two layers share a name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         first: dict[str, int] = {}
         for index, paths in enumerate(layers):
@@ -91,8 +91,8 @@ class StagedModel(nn.Module):
         ]
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """State of the whole model, on every rank, on the CPU; shards (tensor parallelism, ZeRO3)
-        are gathered. All ranks of the mesh must call it."""
+        """The state of the whole model, on every rank's CPU; shards (tensor parallelism, ZeRO3)
+        are gathered. All ranks of the mesh must call this."""
         own: dict[str, Tensor] = {}
         for index, stage in self._own.items():
             names = Layers(layers_in(index, stage)).state_dict()

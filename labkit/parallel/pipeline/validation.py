@@ -1,4 +1,4 @@
-"""Argument validation of a pipeline, on all ranks before anything runs."""
+"""Argument validation for a pipeline, on all ranks, before the first computation."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -17,7 +17,7 @@ MICROBATCHES = 8  # by default
 
 
 def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) -> int:
-    """The chunks per rank. Raises ValueError if stages do not divide or differ between ranks."""
+    """Chunks per rank. Raises ValueError if the number of stages is invalid or ranks disagree."""
     size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
@@ -27,7 +27,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     count = len(stages)
     if count < size or count % size:
         raise ValueError(
-            f"{count} stages do not divide over {size} ranks; pass {size} stages, one per rank, "
+            f"{count} stages are not divisible by {size} ranks; pass {size} stages, one per rank, "
             f"or a multiple of {size} for several chunks per rank"
         )
     if chunks is not None and count != chunks * size:
@@ -38,7 +38,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
-    # A stage already in DDP is not compared: it is wrapped on its own rank only.
+    # A stage already in DDP is not compared: only its own rank has wrapped the stage.
     own = [None if implements(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
         index, first, rank, _, expected, actual = difference
@@ -60,7 +60,7 @@ def _parameters_of(stage: nn.Module) -> list[str]:
 def _difference(
     own: Sequence[list[str] | None], comm: Comm
 ) -> tuple[int, int, int, int, str, str] | None:
-    """The first difference between ranks: (stage, two ranks, position, their entries there)."""
+    """The first difference between ranks: (stage, two ranks, position, the two entries)."""
     for stage, by_rank in enumerate(zip_longest(*comm.all_gather_object(own))):
         given = [(rank, names) for rank, names in enumerate(by_rank) if names is not None]
         for rank, names in given[1:]:
@@ -75,8 +75,8 @@ def _difference(
 def agreed_schedule(
     schedule: str | Schedule, comm: Comm, microbatches: int | None, chunks: int
 ) -> tuple[Schedule, int]:
-    """Action lists, and the number of micro-batches. Raises ValueError if they are invalid for
-    these ranks and chunks, or differ between ranks."""
+    """The action lists and the number of micro-batches. Raises ValueError if the lists are invalid
+    for `comm` and `chunks`, or differ between ranks."""
     if isinstance(schedule, str):
         microbatches = MICROBATCHES if microbatches is None else microbatches
         schedule = schedule_of(schedule, comm.size, microbatches, chunks)
@@ -153,7 +153,7 @@ def _has(schedule: Schedule, phase: str) -> bool:
 def optimizer_of(
     optimizer: Any, own: Sequence[nn.Module], schedule: Schedule, tied: Mapping[nn.Parameter, Any]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a schedule with updates, else None. ValueError if the two do not match."""
+    """The optimizer of a schedule with updates, else None. Raises ValueError on a mismatch."""
     if not _has(schedule, "update"):
         if optimizer is not None:
             raise ValueError(
@@ -180,7 +180,7 @@ def optimizer_of(
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-        # A frozen stage has updates, too.
+        # A frozen stage runs updates as well.
         optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0))])
     if implements(optimizer, DataParallel):
         raise ValueError(
@@ -192,7 +192,7 @@ def optimizer_of(
 
 
 def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
-    """Raises ValueError if the scaler does not decide for all stages, or decides too late."""
+    """Raises ValueError if the scaler covers only some stages, or checks gradients too late."""
     if _has(pipeline.schedule, "update"):
         raise ValueError(
             "this schedule updates after each micro-batch, before the scaler has checked all "
@@ -203,7 +203,7 @@ def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
         raise ValueError(
             f"GradScaler: the pipeline spans ranks {list(pipeline.comm.ranks)}, the scaler only "
             f"{list(scaler.comm.ranks)}, so some stages would skip a step that others take; "
-            "create the scaler with a comm of all of them, such as Mesh.comm"
+            "create the scaler with a comm over all stages, such as Mesh.comm"
         )
 
 
@@ -217,7 +217,7 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
         )
     if len(x) < microbatches:
         raise ValueError(
-            f"a batch of {len(x)} rows does not divide into {microbatches} micro-batches of at "
+            f"a batch of {len(x)} rows cannot be split into {microbatches} micro-batches of at "
             f"least 1 row; use at least {microbatches} rows, or microbatches={len(x)} or fewer"
         )
     if has_last and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
@@ -229,9 +229,9 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 
 def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """Returns the settings that shapes and dtypes of a step's messages depend on; `before`: those
-    of the last step. Raises CollectiveMismatch if they, or whether they changed, differ between
-    ranks: some would wait for metadata that no rank sends."""
+    """The settings that determine shapes and dtypes of a step's messages. `before`: the same for
+    the last step. Raises CollectiveMismatch if settings, or whether they changed, differ between
+    ranks: some ranks would wait for metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"
     if torch.is_autocast_enabled(kind):
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
@@ -246,7 +246,7 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """ValueError if the loss is not a scalar, RuntimeError if it lacks a `needed` gradient."""
+    """Raises ValueError for a loss that is no scalar, RuntimeError without a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

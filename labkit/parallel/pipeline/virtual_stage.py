@@ -1,17 +1,17 @@
-"""One stage on its rank: its computation for a micro-batch, and the state kept until backward.
+"""One stage on its rank: its computation per micro-batch, and the state kept until backward.
 
-    forward    x ─▶ module ─▶ y      kept: x, and y's place in the graph (torch's GradientEdge); y
-                                     itself is freed when it is sent, if no operation saved it
-    backward   dx ◀─────────── dy    and the graph is freed
-    input      dx ◀─────────── dy    the gradients of weights are deferred (deferred_weights.py)
-    weight     dW                    ... until here
+    forward    x ─▶ module ─▶ y      kept: x, and y's node in the graph (torch's GradientEdge); y
+                                     itself is freed after the send, if no operation saved y
+    backward   dx ◀─────────── dy    then the graph is freed
+    input      dx ◀─────────── dy    weight gradients are deferred (deferred_weights.py)
+    weight     dW                    the deferred gradients
     update                           PipeDream: an optimizer step with this micro-batch's gradient
 
-PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the price of
-a copy of the weights for each version in use:
+PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the cost
+of one copy of the weights per version in use:
 
-    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 use the first weights, F3 those after
-               v0 v0 v0 v0   v1 v0            the first update; B1 still uses v0
+    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 use the initial weights v0; F3 uses v1,
+               v0 v0 v0 v0   v1 v0            after the first update; B1 still uses v0
 
 Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3.
 """
@@ -34,19 +34,19 @@ from labkit.parallel.common.sharder import DataParallel, implements, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# The root of a backward without gradients, so that every action records a backward.
+# The root of a backward without gradients, so that a backward is recorded for every action.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
 
 
 class StageError(RuntimeError):
-    """A stage could not compute a micro-batch; names stage, rank and micro-batch."""
+    """A stage failed on a micro-batch; the message names stage, rank and micro-batch."""
 
 
 @dataclass
 class MicroBatchState:
-    """The state of a micro-batch between its forward and its backward."""
+    """The state of a micro-batch between forward and backward."""
 
     x: Tensor
     root: GradientEdge | None  # of backward; None: nothing here needs a gradient
@@ -54,7 +54,7 @@ class MicroBatchState:
 
 
 class VirtualStage:
-    """Virtual stage `index`, on rank `rank`. `loss_of(y, microbatch)`: on the last stage."""
+    """Virtual stage `index`, on rank `rank`. `loss_of(y, microbatch)`: last stage only."""
 
     def __init__(
         self, module: nn.Module, index: int, rank: int, actions: Iterable[Action], recompute: bool,
@@ -74,7 +74,7 @@ class VirtualStage:
         self._synchronized = set(last_of.values())
 
     def run(self, action: Action, message: Tensor | None) -> Tensor | None:
-        """Run `action` on an input or output gradient; returns the tensor to send, if any."""
+        """Run `action` on an input or output gradient; returns the tensor to send, or None."""
         k, phase = action.microbatch, action.phase
         with self._without_sync(action):
             if phase == "forward":
@@ -110,7 +110,7 @@ class VirtualStage:
     def _compute(self, k: int, x: Tensor, later: Later) -> Tensor:
         def function(x: Tensor) -> Any:
             in_backward = torch._C._current_graph_task_id() != -1
-            module = self._unwrapped if in_backward else self.module  # DDP is entered once
+            module = self._unwrapped if in_backward else self.module  # enter DDP only once
             if k in self._in_halves:
                 with deferring(module, later):
                     return module(x)
@@ -158,7 +158,7 @@ class VirtualStage:
         parameters = list(self.module.parameters())
         is_averaged = implements(self.module, DataParallel)
         is_averaged |= any(owner_of(p) is not None for p in parameters)
-        ready = []  # their hooks must run in this backward
+        ready = []  # parameters whose hooks must run in this backward
         if action in self._synchronized and is_averaged:
             ready = [p for p in parameters if p.requires_grad and p.grad is not None]
         run_later(flight.later or [NOTHING], ready)
@@ -167,12 +167,12 @@ class VirtualStage:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast is for forward only; backward uses its dtypes. (Recompute restores it.)"""
+    """Autocast is for forward only; backward uses the same dtypes. (Recompute enables autocast.)"""
     return torch.autocast(x.device.type, enabled=False)
 
 
 class WeightVersions:
-    """Weights that micro-batches in flight still need; the module's own are the newest."""
+    """Weights that micro-batches in flight still need; the module holds the newest version."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer):
         self.module, self.optimizer = module, optimizer
@@ -181,7 +181,7 @@ class WeightVersions:
         self._gradients: dict[int, Version] = {}
 
     def forward(self, microbatch: int, x: Tensor) -> Any:
-        """The output with the newest weights; a repeated call uses those of the first call."""
+        """The output with the newest weights; a repeated call uses the first call's weights."""
         if microbatch not in self._used:
             if self._newest is None:
                 self._newest = {

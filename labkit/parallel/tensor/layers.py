@@ -9,20 +9,20 @@
 
 torch stores A transposed, as weight [out, in]. Columns followed by rows need one all-reduce in
 forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`, x outside the pair is
-sharded, [b, s/t, in]: columns gather it (and again in backward, overlapped with dx = dy Aᵀ), and
-rows reduce-scatter y: together as many bytes as the all-reduce.
+sharded, [b, s/t, in]: columns gather x (and again in backward, overlapped with dx = dy Aᵀ), and
+rows reduce-scatter y; both together send as many bytes as the all-reduce.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for other tokens
-    rank 1   rows 3, 4, 5                                │ all-reduce: one rank has each token
+    rank 1   rows 3, 4, 5                                │ all-reduce: one rank holds each token
     rank 2   rows 6, 7, padding                          x  [b, s, w]
-             the head has the same rows       x ──> own logits [b, s, V/t] ──> loss
+             the head holds the same rows     x ──> own logits [b, s, V/t] ──> loss
 
     each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
     traffic           forward: all-reduces of b s w (embedding), b s (max) and 2 b s (sum; loss)
                       backward: an all-reduce of b s w (head)
 
-No rank needs all logits for a token's loss, log(sum of exp(its logits)) - (logit of its target).
-Padding rows and their gradients are zero: no token looks them up; their logits are -inf or cut.
+No rank needs all logits for a token's loss, log(sum of exp(logits)) - (logit of the target).
+Padding rows and their gradients are zero: no token uses a padding row; its logit is -inf or cut.
 
 Legend: b rows, s positions, in and out features, w width, v vocabulary, t ranks.
 Sources: arXiv 1909.08053, section 3; 2205.05198, section 4.2.2; overlap: arXiv 2104.04473.
@@ -56,9 +56,9 @@ SAME_BATCH = "pass all of them the same batch, chosen by the rank along the data
 
 
 class ShardedLinear(nn.Module):
-    """nn.Linear, sharded; built from sizes, it needs the same seed on all ranks."""
+    """A sharded nn.Linear. Building it from sizes requires the same seed on all ranks."""
 
-    dim, padded = 0, False  # the sharded dim of `weight`; whether it may be padded
+    dim, padded = 0, False  # `weight`'s sharded dim; whether padding is allowed
 
     def __init__(
         self, in_features: int, out_features: int, comm: Comm, *, bias: bool = True,
@@ -92,7 +92,7 @@ class ColumnParallelLinear(ShardedLinear):
     """x [..., in] -> [..., out/t]; with `sequence`, a shard [b, s/t, in] -> [b, s, out/t]. Weight
     [out/t, in], bias [out/t]. Raises ValueError if t does not divide `out`."""
 
-    shared_input: Any = None  # a ShardedForward, if several columns of a layer share an input
+    shared_input: Any = None  # a ShardedForward, if several column layers share an input
 
     def forward(self, x: Tensor) -> Tensor:
         if self.shared_input is not None:
@@ -101,7 +101,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     @property
     def siblings(self) -> "list[ColumnParallelLinear]":
-        """The layers that a call of this one may also compute."""
+        """The layers that a call of this layer may compute as well."""
         return [] if self.shared_input is None else self.shared_input.columns
 
 
@@ -124,7 +124,7 @@ class RowParallelLinear(ShardedLinear):
 def columns(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
     """Outputs of column-parallel layers that share their input."""
     first = layers[0]
-    x = x.to(autocast_dtype(x) or x.dtype)  # before it is sent and saved, not after
+    x = x.to(autocast_dtype(x) or x.dtype)  # cast x before sending and saving
     shards = [shard for layer in layers for shard in (layer.weight, layer.bias)]
     return _Columns.apply(x, first.comm, first.sequence, *shards)
 
@@ -144,7 +144,7 @@ class _Columns(torch.autograd.Function):
         whole = gathered(x, comm, dim=1) if sequence else x
         rows = whole.reshape(-1, whole.shape[-1])  # [b s, in]
         ys = [F.linear(rows, w, b) for w, b in zip(weights, biases, strict=True)]
-        # Not views, which an in-place activation could not write to.
+        # Not views: an in-place activation could not modify a view.
         return tuple(torch.ops.aten._unsafe_view(y, (*whole.shape[:-1], y.shape[-1])) for y in ys)
 
     @staticmethod
@@ -181,8 +181,8 @@ class _Columns(torch.autograd.Function):
 
 
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
-    """This rank's shard of `whole` along `dim`, copied and marked; without that dim, a full copy.
-    Raises ValueError if `dim` is not divisible by t, unless `padded` pads it with zeros."""
+    """This rank's shard of `whole` along `dim`, copied and marked; if `dim` does not exist, a copy.
+    Raises ValueError if `dim` is not divisible by t, unless `padded` adds zeros."""
     if whole.ndim <= dim:
         return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
     if not padded:
@@ -199,9 +199,9 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
 
 
 class SummedGradients:
-    """Replaces the forward of a module, such as a norm, that sees a sequence shard: backward sums
-    the gradients of its own parameters over the ranks, in one all-reduce. A position embedding
-    takes all positions [s] and returns the vectors of this rank's shard, [s/t, w]."""
+    """Replaces the forward of a module, such as a norm, whose input is a sequence shard: backward
+    sums the gradients of the module's parameters over the ranks, in one all-reduce. A position
+    embedding takes all positions [s] and returns the vectors of this rank's shard, [s/t, w]."""
 
     def __init__(self, module: nn.Module, comm: Comm):
         self.module, self.forward, self.comm = module, module.forward, comm
@@ -220,8 +220,8 @@ class SummedGradients:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding sharded by rows; built from sizes, it needs the same seed on all ranks. tokens
-    [b, s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises
+    """nn.Embedding sharded by rows. Building it from sizes requires the same seed on all ranks.
+    tokens [b, s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises
     ValueError for tokens outside the vocabulary (on a GPU, a device assert)."""
 
     def __init__(
@@ -266,9 +266,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(ColumnParallelLinear):
-    """nn.Linear to logits [b, s, v], its vocabulary padded to a multiple of t. Without
-    `gather_output`, this rank's logits [b, s, V/t], -inf for padding, for
-    `vocab_parallel_cross_entropy`. Tie weights by `head.weight = embedding.weight`."""
+    """nn.Linear to logits [b, s, v], with the vocabulary padded to a multiple of t. Without
+    `gather_output`, returns this rank's logits [b, s, V/t], -inf for padding, as needed by
+    `vocab_parallel_cross_entropy`. Tie weights with `head.weight = embedding.weight`."""
 
     padded = True  # weight [V/t, in], bias [V/t]
 
@@ -305,10 +305,10 @@ def vocab_parallel_cross_entropy(
     """F.cross_entropy of vocabulary-sharded logits, in float32 or wider; equal on all ranks.
 
     Args:
-        logits: this rank's, [..., V/t], as from `VocabParallelHead(gather_output=False)`.
-        targets: integers [...], equal on all ranks; `ignore_index` for those to skip.
+        logits: this rank's logits [..., V/t], as from `VocabParallelHead(gather_output=False)`.
+        targets: integers [...], equal on all ranks; those equal to `ignore_index` are skipped.
         reduction: "mean" over the targets not skipped, "sum", or "none" for [...].
-        vocab: v, to reject targets in the padding; without it, their loss is inf.
+        vocab: v, to reject targets in the padding; by default, the loss of such a target is inf.
 
     Raises ValueError if targets are outside the vocabulary (on a GPU, a device assert), do not fit
     the logits or, in a `World` with checks, differ between ranks."""
@@ -326,7 +326,7 @@ def vocab_parallel_cross_entropy(
     check_inside("a target", targets.where(counts, 0), vocab or width * comm.size)
 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = logits.detach().amax(-1)  # [...]; the loss does not depend on it
+    peak = logits.detach().amax(-1)  # [...]; the loss does not depend on the peak
     comm.all_reduce(peak, op="max")
     shifted = logits - peak.unsqueeze(-1)  # at most 0, so that exp cannot overflow
     rows, is_own = _local_rows(targets, width, comm)

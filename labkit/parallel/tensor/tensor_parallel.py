@@ -4,25 +4,25 @@
                      columns                rows                        columns       rows
     full             ├──────── 1/t ───────────┤  full                   ├─────── 1/t ─────┤  full
 
-    each rank holds   1/t of the matrices and the activations between; all of x, norms, row biases
+    each rank holds   1/t of matrices and activations between them; all of x, norms and row biases
     traffic           f all-reduces in backward, g in forward: four all-reduces of b s w elements
-                      per layer, 8(t-1)/t b s w from each rank (bus bytes)
+                      per layer, 8(t-1)/t b s w sent per rank (bus bytes)
     saved             s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
 
 Sequence parallelism (`sequence=True`) also shards x, so that no activation is replicated:
 
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
 
-    traffic           f: all-gather forward, reduce-scatter backward; g: the reverse; and x gathered
-                      again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases see
+    traffic           f: all-gather forward, reduce-scatter backward; g: the reverse; x is gathered
+                      again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases get
                       shards: four all-reduces of gradients, 6 w elements per layer
     saved             s b w (34 + 5 h s / w) / t bytes per layer
 
-Full recompute repeats the forward's collectives, but a layer's last one only if dropout follows it.
+Full recompute repeats forward's collectives (a layer's last collective only if dropout follows).
 
     dropout mask                      rank 0     rank 1     random numbers are
     of a replica [b, s, w]            1 0 1 1    1 0 1 1    the same, so replicas stay equal
-    of a shard: heads or positions    1 0 1 1    0 1 1 0    different for each head
+    of a shard: heads or positions    1 0 1 1    0 1 1 0    different on each rank
 
 Legend: b rows, s positions, w width, h heads, t ranks.
 Sources: Shoeybi et al., arXiv 1909.08053, section 3, appendix B.2 (with one more generator);
@@ -48,18 +48,18 @@ def tensor_parallel(
     model: nn.Module, comm: Comm, *, sequence: bool = False, gather_logits: bool = True
 ) -> nn.Module:
     """Shard `model` over the ranks of `comm` in place and return it. Its parameters are new: create
-    the optimizer and wrap the model in DDP or ZeRO afterwards.
+    the optimizer and wrap the model in DDP or ZeRO afterward.
 
     Args:
-        model: starts from rank 0's weights. Sharded by name: attention (`q`, `k`, `v`, `out` and
+        model: gets rank 0's weights. Layers are found by name: attention (`q`, `k`, `v`, `out` and
             `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens` and,
             if any, `positions`) and the `head`.
-        comm: the ranks that share the model, such as `mesh.tp`. They need the same batch and the
-            same seed, so that dropout is equal on replicas and differs between shards.
+        comm: the ranks that share the model, such as `mesh.tp`. These ranks need the same batch
+            and seed, so that dropout is equal on replicas and differs between shards.
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
-        gather_logits: every rank gets all logits; False: those of its vocabulary shard.
+        gather_logits: whether every rank gets all logits, or only those of its vocabulary shard.
 
-    Raises ValueError if heads or widths are not divisible, if a layer is sharded already, has
+    Raises ValueError if heads or widths are not divisible by t, if a layer is sharded already, has
     unknown parameters or computes wrong values on a slice of its features (such as a fused gate),
     if a tie would be broken or there is nothing to shard; in forward, if s is not divisible or,
     in a `World` with checks, inputs differ between ranks."""
@@ -81,7 +81,7 @@ def tensor_parallel(
 
 
 def _shard_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> None:
-    """Replaces the layer's linears. All are built first, so that an error changes nothing."""
+    """Replaces the layer's linears. Builds all shards first, so that an error changes nothing."""
     layer, options = trial.layer, dict[str, Any](comm=comm, sequence=sequence)
     linears = [getattr(layer, name) for name in trial.columns]
     columns = [layers.ColumnParallelLinear.from_linear(linear, **options) for linear in linears]
@@ -95,7 +95,7 @@ def _shard_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> No
 
 
 def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[Any]:
-    """Shards the embedding and the head by token; tied weights stay one parameter."""
+    """Shards the embedding and the head by token; tied weights remain one parameter."""
     ends: list[Any] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -116,7 +116,7 @@ def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: boo
 
 @contextmanager
 def per_rank_rng(comm: Comm) -> Iterator[None]:
-    """Gives each rank a separate random stream in this block; then the shared one continues."""
+    """In this block, each rank has a separate random stream; then the shared stream resumes."""
     if comm.size == 1:
         yield
         return
@@ -129,14 +129,14 @@ def per_rank_rng(comm: Comm) -> Iterator[None]:
 
 
 class ShardedForward:
-    """Replaces `module.forward`: each rank draws its own dropout (in a sharded layer, up to the
-    row). The first of several columns, such as q, computes all of them, so that x is gathered once
-    and its gradient reduced once."""
+    """Replaces `module.forward`: each rank draws its own dropout masks (in a sharded layer, up to
+    the row layer). The first of several column layers, such as q, computes the outputs of all
+    column layers, so that x is gathered once and its gradient reduced once."""
 
     def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
         self.columns, self._begins_at_once = list(columns), row is None
-        self._own: Any = None  # the `per_rank_rng` context, once it has begun
+        self._own: Any = None  # the `per_rank_rng` context, once entered
         self._call: Any = None  # during forward: x, its state, the outputs not yet returned
         for column in columns:
             column.shared_input = self
@@ -155,11 +155,11 @@ class ShardedForward:
             self._own, self._call = outer
 
     def output_of(self, column: layers.ColumnParallelLinear, x: Tensor) -> Tensor:
-        """The output of `column`; a call from outside the layer computes no other columns."""
+        """The output of `column`; a call from outside the layer computes this output only."""
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # A checkpoint inside forward reruns some of its layers, perhaps not the row.
+            # A checkpoint inside forward reruns some linears, perhaps not the row layer.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

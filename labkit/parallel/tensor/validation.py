@@ -1,6 +1,6 @@
-"""Checks that every layer can be sharded, and that all ranks get the same input.
+"""Checks that every layer can be sharded, and that all ranks receive the same input.
 
-Each layer runs in one process with random outputs in place of its linears; no weights are read.
+Each layer runs in one process, with random tensors as its linears' outputs; no weights are read.
 
     whole     x ─▶ columns ─▶ random h ───────▶ the layer's code ─▶ rows ─▶ random y ─▶ ... output
     rank r    x ─▶ columns ─▶ slice r of h ───▶ the layer's code ─▶ rows ─▶ the same y ─▶ ... output
@@ -29,7 +29,7 @@ LAYERS = (["q", "k", "v"], "out"), (["gate", "up"], "down"), (["up"], "down")
 
 
 def layers_to_shard(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str]]:
-    """Attention and MLPs by the names of their linears: (path, layer, columns, row)."""
+    """Attention and MLPs, found by their linears' names: (path, layer, columns, row)."""
     for path, layer in model.named_modules():
         for columns, row in LAYERS:
             if all(hasattr(layer, name) for name in (*columns, row)):
@@ -38,7 +38,7 @@ def layers_to_shard(model: nn.Module) -> Iterator[tuple[str, Any, list[str], str
 
 
 def split_trials(model: nn.Module, comm: Comm) -> list["SplitTrial"]:
-    """A trial per layer. Raises ValueError if there is none, or a layer cannot be sharded."""
+    """One trial per layer. Raises ValueError if no layer is found or a layer cannot be sharded."""
     trials = [SplitTrial(comm.size, *layer) for layer in layers_to_shard(model)]
     if not trials:
         raise ValueError(
@@ -67,8 +67,8 @@ def check_edited(model: nn.Module, before: dict[str, int], lacks_ends: bool) -> 
 
 
 def check_same_input(comm: Comm, sequence: bool, model: nn.Module, args: Any, kwargs: Any) -> None:
-    """In a `World` with checks, raises ValueError unless the tensors of the input and, with dropout
-    on, the random states are equal on all ranks. A forward pre-hook."""
+    """Forward pre-hook: in a `World` with checks, raises ValueError unless the input tensors and,
+    with dropout on, the random states are equal on all ranks."""
 
     def inputs() -> list[Tensor]:  # with `sequence`, x of a later pipeline stage is a shard
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -86,7 +86,7 @@ def random_states(model: nn.Module) -> list[Tensor]:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether dropout is on: a torch dropout module, or a float attribute `dropout`."""
+    """Whether dropout is on, in a torch dropout module or a float attribute `dropout`."""
     training = [part for part in module.modules() if part.training]
     rates = [part.p for part in training if isinstance(part, _DropoutNd)]
     others = [getattr(part, "dropout", 0) for part in training]
@@ -94,8 +94,8 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 class SplitTrial:
-    """Tries one layer on a small input; if its forward needs other arguments, replaces the forward
-    and tries the first real input. Raises ValueError if the layer cannot be split."""
+    """Tries one layer on a small input; if forward needs different arguments, replaces forward and
+    tries the first real input. Raises ValueError if the layer cannot be split."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
         self.size, self.layer, self.forward = size, layer, layer.forward
@@ -103,7 +103,7 @@ class SplitTrial:
         self.columns, self.row = columns, row
         self._check_parts(path and f"{path}.")
         self._check_sizes(path and f"{path}.")
-        # A part edited by another strategy communicates in its forward.
+        # A part edited by a different strategy communicates in forward.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
         if self.pending:  # on a copy without weights: a forward may change its module
@@ -162,8 +162,8 @@ class SplitTrial:
         for unit, count in counts.items():
             if count % self.size:
                 raise ValueError(
-                    f"{count} {unit} of {self.path} do not divide over {self.size} tensor-parallel "
-                    f"ranks; choose a divisor of {gcd(*counts.values())}"
+                    f"{count} {unit} of {self.path} are not divisible by {self.size} "
+                    f"tensor-parallel ranks; choose a divisor of {gcd(*counts.values())}"
                 )
 
     def _try_at_edit(self) -> None:
@@ -173,7 +173,7 @@ class SplitTrial:
             x = _random(2, 3, width).to(device, column.weight.dtype)
             try:
                 whole = self._run((x,), {})
-            except Exception:  # forward needs other arguments
+            except Exception:  # forward needs different arguments
                 continue
             return self._compare(whole, (x,), {})
         if type(self.layer).forward is nn.Module.forward:
@@ -185,8 +185,8 @@ class SplitTrial:
         return self.forward(*args, **kwargs)
 
     def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
-        """Runs the layer with random outputs of its linears, or `rank`'s slices of them. Returns
-        the name and the input of each linear called, then the outputs."""
+        """Runs the layer with random linear outputs, or `rank`'s slices of these outputs. Returns
+        the name and the input per linear call, then the outputs of the layer."""
         calls: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class SplitTrial:
                 before = random_states(self.layer)
                 args, kwargs = tree_map_only(Tensor, fresh, (args, kwargs))
                 output = tree_leaves(self.copy.forward(*args, **kwargs))
-                # Dropout that ignores eval mode differs between slices, so they are not compared.
+                # Dropout that ignores eval mode makes slices differ, so slices are not compared.
                 self.is_random = not all(map(torch.equal, before, random_states(self.layer)))
         finally:  # the copy keeps no weights
             self.copy._modules.update(dict.fromkeys(self.names))

@@ -259,9 +259,9 @@ def test_bad_input_says_what_would_do() -> None:
         (lambda: edited(tokens), "4 shards of 64 tokens make a sequence of 256, longer than the "
          "model's context of 64; pass each rank its sequence_shard(tokens, comm), not all tokens"),
         (edit(edited, "ulysses"), "context-parallel already"),
-        (edit(gpt(), "ulysses"), "Ulysses: 6 heads do not divide over 4 context-parallel ranks; "
+        (edit(gpt(), "ulysses"), "Ulysses: 6 heads are not divisible by 4 context-parallel ranks; "
          'use 1 or 2 or 3 or 6, or way="ring", which takes any number of heads'),
-        (edit(gpt(heads=12, kv_heads=3), "ulysses"), "3 key-value heads do not divide over 4 "
+        (edit(gpt(heads=12, kv_heads=3), "ulysses"), "3 key-value heads are not divisible by 4 "
          "context-parallel ranks; use 1 or 3"),
         (edit(untouched), 'way="ring" supports no dropout in attention, and this model has 0.1'),
         (edit(recomputed), "call context_parallel first, then Recompute"),

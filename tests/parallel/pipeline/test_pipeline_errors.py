@@ -39,9 +39,9 @@ SGD = torch.optim.SGD
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "fewer stages than ranks": (
         lambda: make(stages(1)),
-        "1 stages do not divide over 2 ranks; pass 2 stages, one per rank, or a multiple of 2"),
+        "1 stages are not divisible by 2 ranks; pass 2 stages, one per rank, or a multiple of 2"),
     "stages that do not divide": (
-        lambda: make(stages(3)), "3 stages do not divide over 2 ranks"),
+        lambda: make(stages(3)), "3 stages are not divisible by 2 ranks"),
     "other chunks": (
         lambda: make(stages(4), schedule="interleaved", chunks=3),
         "4 stages on 2 ranks are 2 chunks per rank, not chunks=3; pass 6 stages"),
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(stages(), microbatches=0), "microbatches=0"),
     "too few rows": (
         lambda: make(stages(), microbatches=5).step(X, X),
-        "a batch of 4 rows does not divide into 5 micro-batches of at least 1 row"),
+        "a batch of 4 rows cannot be split into 5 micro-batches of at least 1 row"),
     "x that is none": (
         lambda: make(stages()).step(None, X),
         "x is a NoneType; pass the batch [rows, ...], the same on every rank"),

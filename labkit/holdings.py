@@ -38,8 +38,8 @@ def replicated(module: nn.Module, size: int) -> Footprint:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A slice of parameter `name`, from element `start` of the flattened parameter on. `shape` is
-    the parameter's shape on this rank. Optimizer state has the same slices as the parameters.
+    """A slice of parameter `name` (`shape` on this rank), from element `start` of the flattened
+    parameter on. Optimizer state has the same slices, so that a checkpoint can be resharded.
 
     tensor      the tensor to optimize: a flat slice [numel], the whole parameter or a master copy
     optimizer   the torch optimizer with this slice's `state[tensor]`; None if frozen

@@ -140,7 +140,7 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """Only finished steps without detail; if more than one remains, without the run's first."""
+    """Only finished steps without detail; the run's first step is dropped if others remain."""
     unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
-MAX_DEPTH = 8  # of a chain of causes
+MAX_DEPTH = 8  # longest chain of causes
 MAX_FRAMES, MAX_PARTS, MAX_TEXT = 100, 10, 10_000
 
 _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.py"))

@@ -129,7 +129,7 @@ def in_notebook() -> bool:
 
 
 def interactive() -> bool:
-    """Whether this process is interactive: IPython or a notebook."""
+    """Whether this process runs IPython, in a terminal or a notebook."""
     return running_ipython() is not None
 
 

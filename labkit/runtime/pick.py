@@ -74,8 +74,8 @@ def pick_transport(
     """The transport's name in events ("shm", "gloo", "nccl"), and why shared memory is unavailable
     ("" if shared memory is used or not wanted).
 
-    Ranks on one machine's CPU use shared memory where possible, unless overridden by the first
-    of: the argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
+    Ranks on one machine's CPU use shared memory where possible. Overrides, the first wins: the
+    argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
     ValueError for an unknown name, or if this world does not support `asked`.
     """
     requested = os.environ.get(VARIABLE)

@@ -1,6 +1,6 @@
 """Pickles functions and values for ranks, and results for the driver.
 
-cloudpickle also pickles lambdas, closures and functions defined in notebook cells. Errors name the
+cloudpickle also handles lambdas, closures and functions defined in notebook cells. Errors name the
 object that cannot be pickled, not only its type.
 """
 

@@ -121,7 +121,7 @@ def _start_up(spec: Spec) -> Channel:
             store=store,
             rank=spec.rank,
             world_size=spec.size,
-            # One second longer than the board's, whose report is clearer. (Infinity: 95 years.)
+            # A second more than the board's, whose report is clearer; a timedelta must be finite.
             timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
         )
     except BaseException as error:
@@ -237,7 +237,7 @@ def _raised_in_c(error: BaseException) -> bool:
 
 
 def run_spawned() -> NoReturn:
-    """Entry point of a spawned rank. Reads its Spec from stdin, which closes with the driver."""
+    """Entry point of a spawned rank; its Spec is on stdin, which closes when the driver ends."""
     spec = pickle.load(sys.stdin.buffer)
 
     def die_with_driver() -> None:

@@ -1,8 +1,8 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
-and needs a fifth of the memory. Slow imports that only some ranks need run once the server is
-idle, for later ranks; in a notebook, which starts the server early, they precede the first ranks.
+and needs a fifth of the memory. Slow imports that only some ranks need run once the server is idle,
+for later ranks; in a notebook, which starts the server early, they run before the first ranks.
 The server never touches CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
 """

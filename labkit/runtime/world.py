@@ -43,12 +43,12 @@ class World:
         backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL with one GPU per rank and
             no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the CPU.
             `world.picked` states the choice and the reason.
-        threads: torch threads on each rank.
+        threads: torch threads per rank.
         timeout_s: seconds that a rank waits for another before the run fails.
         link: the network link to model, for a slow network on one machine; `TwoLevel`: a cluster.
         seed: for torch, numpy and Python, the same on every rank.
-        check: compare the ranks' calls, at about 15 microseconds a call. False for benchmarks.
-        start: "fork" or "spawn"; default: fork where the platform has it.
+        check: compare the ranks' calls, at about 15 microseconds per call. False for benchmarks.
+        start: "fork" or "spawn"; default: fork where available.
         transport: "shm" (CPU tensors through memory that the ranks share) or "gloo" (messages).
             Default: gloo with a link; else LABKIT_TRANSPORT; else gloo if `backend` names it or
             the ranks use GPUs; else shm where available.

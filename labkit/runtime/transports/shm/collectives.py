@@ -1,5 +1,5 @@
 """Collectives through the slots. Each takes flat tensors and returns the bytes that this rank
-copied into its slot and out of all slots. Below, rank r is one of n, and S is the bytes in total.
+copied into its slot and out of all slots. Notation: rank r of n ranks, S bytes in total.
 
 An all-reduce of one piece on 3 ranks, one line per stage; x012 is the reduction of x0, x1 and x2:
 

@@ -1,6 +1,6 @@
 """labkit: distributed training you can read, run, check and see.
 
-Names are imported on first use, so that `import labkit` is immediate.
+Names are imported on first use, so that `import labkit` is fast.
 """
 
 from typing import Any
@@ -116,7 +116,7 @@ __all__, __getattr__, __dir__ = lazy(
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """`%load_ext labkit`: the magics `%%ranks` and `%ranks`."""
+    """Register the magics `%%ranks` and `%ranks`; called by `%load_ext labkit`."""
     from labkit.runtime.magics import RankMagics
 
     ipython.register_magics(RankMagics)

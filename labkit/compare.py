@@ -1,5 +1,5 @@
-"""`labkit compare`: every strategy on the same data, checked against single-process training.
-Losses, weights (float64: 1e-10), replicas, bytes sent and held must agree; times are only shown."""
+"""`labkit compare`: train every strategy on the same data and check it against a single process.
+Losses, weights (float64: 1e-10), replicas, bytes sent and held must match; times are only shown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,20 +21,20 @@ from labkit.trace.folder import add_about
 from labkit.trace.recording import record
 from labkit.training import Report, Task, train
 
-WEIGHTS_AGREE = 1e-10  # largest difference of a weight, float64
+WEIGHTS_AGREE = 1e-10  # largest difference in any weight, float64
 LOSSES_AGREE = {"float64": 1e-10, "float32": 1e-4}  # relative
 
 
 @dataclass(frozen=True)
 class Result:
-    """One strategy's run, all ranks together, and its problems."""
+    """One strategy's run, combined over its ranks, and the problems found."""
 
     strategy: str
     ranks: int
     losses: list[float]
-    weight_difference: float  # largest, from the oracle
-    predicted: Footprint  # of one rank
-    measured: Footprint  # the mean of the ranks
+    weight_difference: float  # largest absolute difference from the oracle
+    predicted: Footprint  # per rank
+    measured: Footprint  # mean over ranks
     step_s: float
     problems: list[str]
     trace: Trace = field(repr=False)
@@ -47,11 +47,11 @@ def compare(
     every: bool = False,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and compare it with `single`, which always runs first.
+    """Train with each strategy and compare the result with `single`, which always runs first.
 
     Args:
-        strategies: names of recipes; if None one per family, or all with `every`.
-        out: a folder, with a folder for each strategy's recorded run.
+        strategies: recipe names; by default one per family, or all recipes if `every`.
+        out: the output folder, with a subfolder per strategy for its recorded run.
     """
     check_size(ranks)
     chosen = [recipe(name) for name in strategies or RECIPES if name != "single"]
@@ -73,8 +73,8 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """Recipes that can train the task's model on `ranks` ranks. Others are skipped with a message,
-    or raise ValueError if they were `asked` for."""
+    """The recipes that can train the task's model on `ranks` ranks. Skips unfit recipes with a
+    message, or raises ValueError if `asked`: the user named them."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
@@ -89,7 +89,7 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
-    """Train and record, with detail in the third step, when all state exists."""
+    """Train and record, in detail in the third step, by which all state has been allocated."""
     detail_step = min(2, task.steps - 1)
     with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
         reports = world.run(train, name, task)
@@ -100,7 +100,7 @@ def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Repo
 
 
 def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> Result:
-    """Combine the ranks' reports and look for problems."""
+    """Combine the ranks' reports and compare them with the oracle and the predictions."""
     first, size = reports[0], len(reports)
     losses = [sum(parts) / len(parts) for parts in zip(*(report.losses for report in reports))]
     means = {
@@ -109,7 +109,7 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
     }
     problems = []
     ours, theirs = torch.tensor(losses), torch.tensor(oracle.losses)
-    error = float(((ours - theirs).abs() / theirs.abs()).max())  # keeps a NaN, as `max` would not
+    error = float(((ours - theirs).abs() / theirs.abs()).max())  # propagates NaN, unlike `max`
     if not error <= LOSSES_AGREE[task.dtype]:
         problems.append(f"losses differ from single-process training by {error:.1e}")
     difference = _difference(reports, oracle)
@@ -128,11 +128,11 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
 
 def _difference(reports: list[Report], other: Report) -> float:
     pairs = [(report.weights[name], x) for report in reports for name, x in other.weights.items()]
-    return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # keeps a NaN
+    return float(torch.stack([(x - y).abs().max() for x, y in pairs]).max())  # propagates NaN
 
 
 def table(results: list[Result], task: Task) -> Table:
-    """The results as a table of 80 columns: loss, error, bytes sent and held, time of a step."""
+    """The results as a table 80 characters wide: loss, error, bytes sent and held, step time."""
     shown = Table(
         title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
         f"{task.dtype}",
@@ -158,8 +158,8 @@ def table(results: list[Result], task: Task) -> Table:
 
 
 def draw(results: list[Result], out: Path) -> list[Path]:
-    """Draw losses and bytes beside their prediction, where the time went, and each run's timeline
-    and memory, in its own folder. Returns the paths."""
+    """Draw losses, bytes with their predictions, the breakdown of step time and, in each run's
+    folder, its timeline and memory. Returns the paths."""
     from labkit import plot, view
     from labkit.plot.strategies import draw_comparison
 

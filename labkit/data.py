@@ -1,18 +1,18 @@
-"""Real text, nothing to download, and batches that ranks slice without communication.
+"""Real text without a download, and batches that ranks slice without communication.
 
     text ── tokens ── ids [n] ── batch(step, rows, length): random windows of length + 1 tokens
         window   t h e   c a t        x   t h e   c a          the model reads x and
-                                      y   h e   c a t          predicts y, one step ahead
+                                      y   h e   c a t          predicts y, one token ahead
 
     global batch, 7 rows     slice(rank, 3): 3, 2, 2 rows     slice(0, 3).split(2): 2, 1 rows
 
-All ranks draw the same windows, by (seed, step), and take their own rows. Mean losses of uneven
-slices would weigh tokens unequally, so
+All ranks draw the same windows from (seed, step) and keep their own rows. Averaging the mean losses
+of uneven slices would weight tokens unequally, so
 
     loss = (sum over the slice's tokens) * ranks / (tokens of the global batch)
 
-Its mean over ranks, and the mean of its gradients, is exactly that of the global batch, even when a
-rank has no rows; its sum over micro-batches is exactly the slice's loss.
+Averaged over ranks, this loss and its gradients are exactly those of the global batch, even when a
+rank has no rows; summed over micro-batches, it is exactly the slice's loss.
 """
 
 import copy
@@ -22,7 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pydoc_data.topics import topics  # what `help("for")` prints, in every Python
+from pydoc_data.topics import topics  # texts of `help("for")`, part of every Python
 from typing import Any, Literal
 
 import numpy as np
@@ -38,9 +38,9 @@ class Batch:
     """Rows of a global batch.
 
     x             inputs, token ids [rows, length]
-    y             targets, the token after each of x [rows, length]
-    total_tokens  targets in the global batch, of which this may be a part
-    ranks         number of slices of the global batch
+    y             targets, the token that follows each input [rows, length]
+    total_tokens  number of targets in the global batch
+    ranks         number of slices into which the global batch is divided
     """
 
     x: Tensor
@@ -50,11 +50,11 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """Weight of this slice's mean loss: 1 where slices are even, 0 without rows."""
+        """Weight of this slice's mean loss: 1 for even slices, 0 for an empty slice."""
         return self.y.numel() * self.ranks / self.total_tokens
 
     def slice(self, rank: int, size: int) -> "Batch":
-        """The contiguous rows of one rank of `size`: at most one more than any other's, maybe none.
+        """Contiguous rows of `rank` out of `size`; counts differ by at most one and may be 0.
         Raises ValueError unless rank is from 0 to size - 1."""
         if not 0 <= rank < size:
             raise ValueError(
@@ -64,8 +64,8 @@ class Batch:
         return replace(self, x=x, y=y, ranks=self.ranks * size)
 
     def split(self, n: int) -> list["Batch"]:
-        """n micro-batches, cut as in `slice`; their losses sum to this batch's loss. Some are empty
-        when n is larger than the rows. Raises ValueError when n is below 1."""
+        """Split into n micro-batches as `slice` does; their losses sum to this batch's loss. Some
+        are empty if n exceeds the row count. Raises ValueError if n is below 1."""
         if n < 1:
             raise ValueError(f"n={n}: split a batch into at least 1 micro-batch")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
@@ -75,10 +75,10 @@ class Batch:
 
 
 def loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy of this slice, in nats per token of the global batch, times its ranks.
+    """Cross-entropy of this slice, in nats per token of the global batch, times `ranks`.
 
-    logits [rows, length, vocab] -> a scalar, in at least fp32: the plain mean where slices are
-    even; zero, with zero gradients, for no rows. Raises ValueError when shapes do not fit.
+    logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are even;
+    zero, with zero gradients, if there are no rows. Raises ValueError if shapes do not match.
     """
     if logits.shape[:-1] != batch.y.shape:
         raise ValueError(
@@ -91,15 +91,15 @@ def loss(logits: Tensor, batch: Batch) -> Tensor:
 
 
 class Text:
-    """Text as one long row of token ids: `.ids` [n] int32, all below `.vocab`; `len(text)` is n.
+    """Text as one sequence of token ids: `.ids` [n] int32, each below `.vocab`; `len(text)` is n.
 
-    path    a file, or a folder: its text files in order of their paths, joined (hidden and binary
-            files are left out); None: the documentation inside Python, about 450 kB
-    tokens  "byte": the 256 bytes of UTF-8; "bpe": subwords learned from this text
-    vocab   for "bpe", the number of subwords; a small text may have fewer, see `.vocab`
+    path    a file; a folder, whose text files are joined in path order (hidden and binary files
+            are skipped); or None: Python's built-in documentation, about 450 kB
+    tokens  "byte": the 256 byte values of UTF-8; "bpe": subwords learned from this text
+    vocab   for "bpe", the number of subwords; a short text may yield fewer, see `.vocab`
 
     Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an unknown
-    kind of token, or a vocab that cannot hold the text's characters.
+    kind of token, or a vocab too small for the text's characters.
     """
 
     def __init__(
@@ -123,17 +123,17 @@ class Text:
         return len(self.ids)
 
     def encode(self, content: str) -> Tensor:
-        """The ids of any string, [n]; `decode` gives the string back exactly."""
+        """The token ids of any string, [n]; `decode` restores the string exactly."""
         return self._tokens.encode(content).long()
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The string of ids [n]; invalid UTF-8 (a cut character) shows as \ufffd."""
+        """The string that ids [n] encode; invalid UTF-8 (a split character) becomes \ufffd."""
         return self._tokens.decode(torch.as_tensor(ids).tolist())
 
     def batch(self, step: int, rows: int, length: int, seed: int = 0) -> Batch:
-        """The global batch of a step: `rows` random windows of `length` tokens. The same arguments
-        give the same batch in every process; torch's random state is neither read nor changed.
-        Raises ValueError for a text shorter than length + 1 tokens."""
+        """The global batch of a step: `rows` random windows of `length` tokens. Equal arguments
+        produce the same batch in every process; torch's random state is neither read nor changed.
+        Raises ValueError if the text is shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
             raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
         if len(self) < length + 1:
@@ -141,7 +141,7 @@ class Text:
                 f"a sequence of {length} and its last target need {length + 1} tokens, but the "
                 f"text has {len(self)}; use a longer text or a shorter length"
             )
-        # torch's CPU generator keeps 32 bits of its seed, so both numbers are hashed into these.
+        # torch's CPU generator uses only 32 bits of its seed, so (seed, step) is hashed to 32 bits.
         (mixed,) = np.random.SeedSequence((seed, step)).generate_state(1)
         generator = torch.Generator().manual_seed(int(mixed))
         starts = torch.randint(len(self) - length, (rows,), generator=generator)
@@ -150,7 +150,7 @@ class Text:
         return Batch(x, y, total_tokens=rows * length)
 
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
-        """(training, validation), with one vocabulary; the last `fraction` of tokens validates."""
+        """Split off the last `fraction` of tokens: (training, validation), with one vocabulary."""
         if not 0 < fraction < 1:
             raise ValueError(f"fraction={fraction}: choose one between 0 and 1")
         cut = len(self) - round(len(self) * fraction)
@@ -175,7 +175,7 @@ class _Subwords:
     def __init__(self, processor: Any) -> None:
         self.processor = processor
         self.vocab: int = processor.vocab_size()
-        # sentencepiece writes a space as ▁, so a ▁ of the text itself has to be spelled in bytes.
+        # sentencepiece writes a space as ▁, so a ▁ in the text itself must be encoded as bytes.
         self.underline = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in "▁".encode()]
 
     def encode(self, content: str) -> Tensor:
@@ -192,20 +192,20 @@ class _Subwords:
 
 @functools.lru_cache(maxsize=4)
 def _learn_bpe(content: str, vocab: int) -> _Subwords:
-    """Learn subwords from the first 4 million characters, the same ones every time."""
-    import sentencepiece  # here: byte tokens do not need it
+    """Learn subwords, deterministically, from the first 4 million characters."""
+    import sentencepiece  # imported here: byte tokens do not need it
 
     lines = content[:4_000_000].split("\n")
     short = (line[i : i + 1000] for line in lines for i in range(0, len(line), 1000))
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=short,  # longer lines than 4,192 bytes are skipped
+            sentence_iterator=short,  # sentencepiece skips lines longer than 4,192 bytes
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab,
-            hard_vocab_limit=False,  # a small text may have fewer, instead of an error
-            byte_fallback=True,  # this and the next three: decoding is exact
+            hard_vocab_limit=False,  # a short text yields fewer subwords, not an error
+            byte_fallback=True,  # with the next three options: exact decoding
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -234,7 +234,7 @@ def _read(path: Path) -> str:
 
 
 def _decode(file: Path) -> str:
-    """The file's text, line ends unchanged; "" if it is not text or cannot be read."""
+    """The file's text, line ends unchanged; "" if the file is not text or cannot be read."""
     try:
         data = file.read_bytes()
         return "" if b"\0" in data else data.decode()

@@ -1,4 +1,4 @@
-"""torch's state around every operation: dispatch modes, autocast's dtype, random generators."""
+"""torch's ambient state: dispatch modes, autocast's dtype, random generators."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -7,7 +7,7 @@ from torch.utils import _python_dispatch as modes
 
 
 class DispatchMode(modes.TorchDispatchMode):
-    """A mode that does not load torch._dynamo, which takes 3 s on each rank."""
+    """A dispatch mode that does not import torch._dynamo, which would take 3 s on each rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -15,7 +15,7 @@ class DispatchMode(modes.TorchDispatchMode):
 
 
 def no_modes() -> AbstractContextManager[None]:
-    """A block that recordings ignore, and in which the tensors of a dry run have values."""
+    """A context in which nothing is recorded and dry-run tensors have values."""
     return modes._disable_current_modes() if modes._get_current_dispatch_mode() else nullcontext()
 
 
@@ -27,5 +27,5 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def generators() -> list[torch.Generator]:
-    """torch's default generators: the CPU's and, once GPUs are in use, those of all GPUs."""
+    """torch's default generators: the CPU's and, once CUDA is initialized, one per GPU."""
     return [torch.default_generator, *torch.cuda.default_generators]

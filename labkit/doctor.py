@@ -1,4 +1,4 @@
-"""`labkit doctor`: this machine's hardware, the backends that labs will pick, and problems."""
+"""`labkit doctor`: report this machine's hardware, the backends labs will pick, and problems."""
 
 import importlib.util
 import os
@@ -34,7 +34,7 @@ MESSAGE_BYTES = 16 * 2**20
 
 @dataclass
 class Findings:
-    """Findings as (name, value) in groups, and a sentence for each problem."""
+    """Grouped (name, value) pairs, and one sentence per problem."""
 
     groups: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Findings:
 
 
 def examine() -> Findings:
-    """Examine versions, hardware, backends, and the ranks of a small real world."""
+    """Examine versions, hardware, backends, and communication in a real world of two ranks."""
     report = Findings()
     for examine_part in (_versions, _hardware, _picks, _links):
         examine_part(report)
@@ -52,8 +52,8 @@ def examine() -> Findings:
 
 
 def check_cluster_file(path: Path) -> None:
-    """Raises ValueError, before a slow measurement, unless `path` is new or has only earlier
-    measurements of this machine."""
+    """Raises ValueError, before a slow measurement, unless `path` is new or contains only
+    earlier measurements of this machine."""
     check_output(path)
     if not path.exists():
         return
@@ -71,7 +71,7 @@ def check_cluster_file(path: Path) -> None:
 
 
 def cluster_table(cluster: Cluster) -> Table:
-    """The measured rates of a machine, and how they were measured."""
+    """The measured rates of a machine, and how each was measured."""
     device, link = cluster.device, cluster.inside
     rows = [
         *(
@@ -170,7 +170,7 @@ def _links(report: Findings) -> None:
 
 
 def _time_messages() -> tuple[float, float]:
-    """On each of two ranks: seconds of a tiny round trip, and of an all-reduce."""
+    """On each of two ranks: seconds per round trip of one element, and per 16 MiB all-reduce."""
     me = attach()
     comm, small = me.comm, torch.zeros(1, device=me.device)
     large, sync = torch.zeros(MESSAGE_BYTES // 4, device=me.device), sync_of(me.device)

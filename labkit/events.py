@@ -1,23 +1,23 @@
-"""Communication as plain data: a `CommEvent` per operation, and the formulas of its bytes.
+"""Communication as plain data: a `CommEvent` per operation, and the formulas for its bytes.
 
     payload_bytes   the size of the operation's tensor: S
-    bus_bytes       bytes that must pass a rank's link by any algorithm: S x nccl-tests factor
-    wire_bytes      bytes that this algorithm sent (through shared memory: copied)
+    bus_bytes       bytes that must cross a rank's link with any algorithm: S x nccl-tests factor
+    wire_bytes      bytes that the algorithm in use sent (with shared memory: copied)
 
-Formulas and tests of a strategy use `bus_bytes`, which do not depend on the transport: the bytes
-that each rank must send where all do the same (all-reduce, all-gather, reduce-scatter, all-to-all);
-for operations with a root, those that pass the busiest link, on every rank. For all-gather and
-reduce-scatter, S is the total of n shards. If n does not divide S, a rank's count follows the
-chunks of a ring, so that the sum over the ranks is exact: 2(n-1)S for an all-reduce, (n-1)S for
-its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md.
-No torch here: events are read, replayed and drawn without it.
+A strategy's formulas and tests use `bus_bytes`, which do not depend on the transport. For symmetric
+operations (all-reduce, all-gather, reduce-scatter, all-to-all), they are the bytes that each rank
+must send; for operations with a root, every rank counts the bytes on the busiest link. For
+all-gather and reduce-scatter, S is the total of n shards. If n does not divide S, each rank counts
+the chunks it sends in a ring, so that the sum over ranks is exact: 2(n-1)S for an all-reduce,
+(n-1)S for each of its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md.
+This module does not import torch, so that events can be read, replayed and drawn without torch.
 """
 
 from dataclasses import dataclass
 
 
 def chunk_sizes(numel: int, size: int) -> list[int]:
-    """Cut `numel` elements into `size` chunks that differ by at most one; the first are larger.
+    """Split `numel` elements into `size` chunk sizes that differ by at most one, larger first.
 
     >>> chunk_sizes(10, 4)
     [3, 3, 2, 2]
@@ -32,21 +32,21 @@ def all_reduce_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
 
 
 def reduce_scatter_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
-    """(n-1)/n x S: every chunk but the one that ends on this rank."""
+    """(n-1)/n x S: every chunk except the one reduced on this rank."""
     return sum(chunk_bytes) - chunk_bytes[rank]
 
 
 def all_gather_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
-    """(n-1)/n x S: every chunk but the next rank's, which has it already."""
+    """(n-1)/n x S: every chunk except the next rank's, to which this rank sends."""
     return sum(chunk_bytes) - chunk_bytes[(rank + 1) % len(chunk_bytes)]
 
 
 @dataclass(slots=True)
 class CommEvent:
-    """One operation on one rank, as its communicator saw it. Times are seconds on the machine's
-    monotonic clock, which its ranks share. `seq` counts a group's collectives, equally on all its
-    ranks, or the messages of one direction and tag, equally on sender and receiver.
-    A receive has `bus_bytes` 0: the sender counts them."""
+    """One operation on one rank, as its communicator saw it. Times are seconds of the machine's
+    monotonic clock, which all ranks on a machine share. `seq` numbers the group's collectives, or
+    the messages of one direction and tag; participating ranks agree on the number.
+    A receive has `bus_bytes` 0: the sender counts the bytes."""
 
     op: str
     group: str
@@ -64,13 +64,13 @@ class CommEvent:
     step: int = 0  # training step, if steps are counted
     transport: str = ""  # "shm", "gloo", "nccl" or "fake"
     lane: str = ""  # run by the "caller", the group's "lane", or the "backend"
-    algorithm: str = ""  # "ring", "tree", ...; the backend's name if it chooses itself
+    algorithm: str = ""  # "ring", "tree", ...; the backend's name if the backend chooses
     wire_bytes: int = 0  # known once the operation has ended
-    issued_s: float = 0.0  # the strategy asked for it
-    began_s: float = 0.0  # the transport started on it
-    ended_s: float = 0.0  # the transport was done
-    wait_began_s: float = 0.0  # the strategy waited for it ...
-    wait_ended_s: float = 0.0  # ... until then
+    issued_s: float = 0.0  # when the strategy called the operation
+    began_s: float = 0.0  # when the transport started
+    ended_s: float = 0.0  # when the transport finished
+    wait_began_s: float = 0.0  # when the strategy began to wait ...
+    wait_ended_s: float = 0.0  # ... and stopped waiting
 
 
 def ranks_in_words(size: int) -> str:

@@ -1,4 +1,4 @@
-"""Foreign files and texts: read within bounds, shown as plain text."""
+"""Untrusted files and texts: read with a size limit, shown as plain text."""
 
 import json
 import os
@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.markup import escape
 
-MAX_BYTES = 1 << 30  # of a file that is read whole
+MAX_BYTES = 1 << 30  # largest file to read whole
 PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def read_file(path: str | Path) -> bytes:
-    """The bytes of a regular file. Raises OSError; ValueError for other files or above 1 GiB."""
+    """Read a regular file. Raises OSError, or ValueError if not regular or larger than 1 GiB."""
     path = Path(path)
     nbytes = path.stat().st_size
     if not path.is_file():
@@ -30,8 +30,8 @@ def write_json(path: str | Path, contents: object) -> Path:
 
 
 def check_output(path: Path | None) -> Path | None:
-    """Return `path`. Raises ValueError if no file can be written there, or for a link: the target
-    of a link in someone else's folder must not be overwritten."""
+    """Return `path`. Raises ValueError if no file can be written there or if it is a link, which in
+    another user's folder could make labkit overwrite an unrelated file."""
     if path is None:
         return None
     for wrong, why in (
@@ -50,7 +50,7 @@ def check_output(path: Path | None) -> Path | None:
 
 
 def check_picture(path: Path | None) -> Path | None:
-    """As `check_output`; the name must end in a picture format."""
+    """Like `check_output`, but the name must also end in a picture format's extension."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise ValueError(f"{path}: a picture's name must end in one of {', '.join(PICTURES)}")
     return check_output(path)
@@ -65,7 +65,7 @@ def plain(text: object) -> str:
 
 
 def brief(error: object) -> str:
-    """An error's text for a sentence about a file: at most 500 plain characters."""
+    """The first 500 characters of an error's plain text, for a message about a file."""
     return plain(error)[:500]
 
 

@@ -1,5 +1,5 @@
-"""The part of a model on one rank: bytes (`Footprint`, predicted by each strategy and counted by
-parallel/common/held.py) and slices of parameters (`OwnedPiece`)."""
+"""The share of a model held by one rank: bytes (`Footprint`, predicted by each strategy and counted
+by parallel/common/held.py) and parameter slices (`OwnedPiece`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ class Footprint:
 
 
 def parameter_bytes(module: nn.Module, trainable_only: bool = False) -> int:
-    """Bytes of the parameters; a tied one counts once."""
+    """Bytes of the parameters; a tied parameter counts once."""
     return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trainable_only)
 
 
@@ -30,7 +30,7 @@ def adam_bytes(module: nn.Module) -> int:
 
 
 def replicated(module: nn.Module, size: int) -> Footprint:
-    """A full replica on each of n ranks, which send 2(n-1)/n of the gradients."""
+    """Footprint of a full replica per rank; each rank sends 2(n-1)/n of the gradient bytes."""
     grads = parameter_bytes(module, trainable_only=True)
     bus_bytes = 2 * (size - 1) / size * grads
     return Footprint(parameter_bytes(module), grads, adam_bytes(module), bus_bytes)
@@ -38,12 +38,12 @@ def replicated(module: nn.Module, size: int) -> Footprint:
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """A slice of parameter `name`, of `shape` on this rank: from element `start` of the flattened
-    parameter. Optimizer state is sliced alike, so a checkpoint can be read into other slices.
+    """A slice of parameter `name` (`shape` on this rank), from element `start` of the flattened
+    parameter on. Optimizer state has the same slices, so that a checkpoint can be resharded.
 
-    tensor      updated by the optimizer: [numel] flat, the whole parameter, or a master copy
+    tensor      the tensor to optimize: a flat slice [numel], the whole parameter or a master copy
     optimizer   the torch optimizer with this slice's `state[tensor]`; None if frozen
-    shard       of a parameter sharded over tensor-parallel ranks (parallel/common/shards.py)
+    shard       how tensor-parallel ranks shard the parameter (parallel/common/shards.py), or None
     """
 
     name: str

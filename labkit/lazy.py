@@ -1,4 +1,4 @@
-"""Public names, imported on first use, so that `import labkit` takes no time.
+"""Public names, imported on first use, so that `import labkit` is fast.
 
 __all__, __getattr__, __dir__ = lazy(__name__, {"World": "labkit.runtime.world", ...})
 """
@@ -12,7 +12,7 @@ from typing import Any
 def lazy(
     package: str, home: dict[str, str]
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of `package`, whose names are imported from `home`."""
+    """`__all__`, `__getattr__` and `__dir__` of `package`; `home` maps names to modules."""
     names = sorted(home, key=str.lower)
 
     def get(name: str) -> Any:

@@ -1,5 +1,5 @@
-"""Every strategy: how to wrap a model and make its optimizer. `labkit compare` and `labkit run`
-train through these recipes; add a new strategy here."""
+"""A recipe per strategy: how to wrap a model and create its optimizer. `labkit compare` and
+`labkit run` train with these recipes; add a new strategy here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ def rows(batch: Batch, comm: Comm) -> Batch:
 
 
 def everything(batch: Batch, comm: Comm) -> Batch:
-    """Tensor parallelism and a pipeline: the same batch on every rank."""
+    """Tensor and pipeline parallelism: the same batch on every rank."""
     return batch
 
 
@@ -44,7 +44,7 @@ def positions(batch: Batch, comm: Comm) -> Batch:
 
 
 def forward_backward(wrapped: nn.Module, batch: Batch, comm: Comm) -> Tensor:
-    """Compute the gradients, in most strategies; returns the loss of this rank's share."""
+    """The `step` of most strategies: compute gradients; returns the loss of this rank's share."""
     value = loss(wrapped(batch.x), batch)
     value.backward()
     return value.detach()
@@ -59,9 +59,9 @@ def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
 class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
-    bytes (unless the share is `rows`, the tokens of the batch are a third argument). `unfit(model,
-    rows, length, ranks)` returns why it cannot train on these sizes, or "". `step(wrapped, batch,
-    comm)` leaves the gradients and returns a loss: its mean over ranks is the loss of the batch."""
+    footprint (third argument unless `share` is `rows`: the batch's token count). `unfit(model,
+    rows, length, ranks)` returns why it cannot train with these sizes, or "". `step(wrapped, batch,
+    comm)` computes gradients and returns a loss whose mean over ranks is the batch's loss."""
 
     name: str
     family: str
@@ -80,7 +80,7 @@ class Recipe:
         return wrapped, self.optimizer(wrapped, comm, lr)
 
     def footprint(self, module: nn.Module, size: int, tokens: int) -> Footprint:
-        """Predicted bytes per rank, in a step on a global batch of `tokens` tokens."""
+        """Predicted bytes per rank for a step on a global batch of `tokens` tokens."""
         return self.predict(module, size, *([] if self.share is rows else [tokens]))
 
 
@@ -107,7 +107,7 @@ def _sequence_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
-    """Bytes of each parameter of a plain model on one of `size` tensor-parallel ranks."""
+    """Bytes per parameter of a plain model on one of `size` tensor-parallel ranks."""
     vocabulary = {part.tokens.weight for part in module.modules() if hasattr(part, "tokens")}
     vocabulary |= {*getattr(module, "head", nn.Module()).parameters()}
     cut: set[Tensor] = set()
@@ -128,7 +128,7 @@ def _chunks_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def _context_footprint(module: GPT, size: int, tokens: int) -> Footprint:
-    """DDP's footprint, plus the k and v that travel around the ring in every layer."""
+    """DDP's footprint, plus the k and v sent around the ring in every layer."""
     weights, item_bytes = DDP.predict(module, size), module.head.weight.element_size()
     keys = (tokens, 1, module.kv_heads, module.width // module.heads, size, item_bytes)
     ring_bytes = ring_attention_bytes(*keys) + ring_attention_bytes(*keys, backward=True)
@@ -144,7 +144,7 @@ def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """Only the last stage has the loss, so it counts for all stages."""
+    """Only the last stage computes the loss, so its value is scaled by the number of stages."""
     value = wrapped.step(batch.x, batch.y)
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
@@ -156,8 +156,8 @@ def _stages_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
 
 
 def mesh_sizes(ranks: int) -> dict[str, int]:
-    """Ranks per axis, tensor innermost: the prime factors of `ranks`, assigned in turn, first to
-    the axis that sends most. 2 ranks are tp 2, 4 pp 2 x tp 2."""
+    """Ranks per axis, tensor innermost: the prime factors of `ranks`, assigned to the axes in turn,
+    starting with tp, which sends the most. 2 ranks form tp 2; 4 ranks form pp 2 x tp 2."""
     sizes, axes, factor = {"pp": 1, "dp": 1, "tp": 1}, cycle(["tp", "pp", "dp"]), 2
     while ranks > 1:
         while ranks % factor:
@@ -181,8 +181,8 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
 def _mesh_footprint(
     module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
-    """The mean footprint of the ranks, in three dimensions or along one `axis`. With `sequence`,
-    gradients of frozen whole parameters are not summed."""
+    """The mean footprint over ranks, in three dimensions or along one `axis`. With `sequence`,
+    gradients of frozen unsharded parameters are not all-reduced."""
     sizes = {"pp": 1, "dp": 1, "tp": 1, axis: size} if axis else mesh_sizes(size)
     held = held_bytes(module, sizes["tp"])
     stages = [[*stage.parameters()] for stage in split(module, sizes["pp"])]
@@ -213,8 +213,8 @@ def _three_d_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     return _heads_problem(*local, sizes["tp"]) or _stages_problem(*local, sizes["pp"])
 
 
-MICROBATCHES = 4  # of a pipeline
-RECIPES = {  # the last of each family represents it
+MICROBATCHES = 4  # per pipeline step
+RECIPES = {  # by default, `labkit compare` runs a family's last recipe that fits
     recipe.name: recipe
     for recipe in [
         Recipe("single", "oracle", Single, Single.predict, one_rank=True),
@@ -253,7 +253,7 @@ RECIPES = {  # the last of each family represents it
 
 
 def recipe(name: str) -> Recipe:
-    """Raises ValueError, listing the names, for an unknown name."""
+    """The recipe called `name`. Raises ValueError (listing the names) if there is none."""
     if name not in RECIPES:
         raise ValueError(f"no strategy {name!r}; choose one of {', '.join(RECIPES)}")
     return RECIPES[name]

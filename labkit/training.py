@@ -27,7 +27,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class Task:
-    """A training task, the same for every strategy. `rows` is the global batch."""
+    """A training task, the same for every strategy. `rows` is the global batch size."""
 
     model: str = "1M"
     steps: int = 24
@@ -57,15 +57,15 @@ class Report:
     """The measurements of a training run on one rank."""
 
     strategy: str
-    losses: list[float]  # this rank's share; their mean over ranks is the global loss
-    step_s: float  # median
+    losses: list[float]  # of this rank's share; the mean over ranks is the global loss
+    step_s: float  # median over steps
     predicted: Footprint
-    measured: Footprint  # bus_bytes: mean over steps, without shapes, which are sent once
+    measured: Footprint  # bus_bytes: mean over steps, without the shapes that are sent once
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 
 def train(strategy: str, task: Task, keep_weights: bool = True) -> Report:
-    """Train on this rank and report. Runs on every rank at once."""
+    """Train on this rank and return the report. Every rank must call this function."""
     me = attach()
     comm = me.comm
     chosen = recipe(strategy)

@@ -1,4 +1,4 @@
-"""A recorded run as a table: the command, the parts of a step's time, bytes sent, peak memory."""
+"""A recorded run as a table: the command, the breakdown of step time, bytes sent, peak memory."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ Rows = list[tuple[str, str]]
 
 
 def table(trace: Trace, name: str = "run") -> Table:
-    """The trace as a rich table. Times are medians over the timed steps of all ranks; a detailed
-    step counts only for bytes and memory."""
+    """The trace as a rich table. Times are medians over the timed steps of all ranks; detailed
+    steps count only toward bytes and memory."""
     groups = {
         "run": _about(trace),
         "time of a step": _times(trace),
@@ -41,7 +41,7 @@ def grouped_table(title: str, groups: Mapping[str, Rows]) -> Table:
 
 
 def draw(trace: Trace, folder: Path, step: int | None = None) -> list[Path]:
-    """Draw timeline.png, and memory.png if recorded. Raises ValueError for an unknown step."""
+    """Draw timeline.png and, if recorded, memory.png. Raises ValueError for an unknown step."""
     from labkit import plot
 
     pictures = {}
@@ -90,7 +90,7 @@ def _times(trace: Trace) -> Rows:
     ]
     rows = []
     for name, measure in measures:
-        times_s: dict[int, list[float]] = defaultdict(list)  # of each rank
+        times_s: dict[int, list[float]] = defaultdict(list)  # per rank
         for step in steps:
             for number, rank in step.ranks.items():
                 if any(x.ended_s for x in rank.steps):
@@ -106,13 +106,13 @@ def _times(trace: Trace) -> Rows:
 
 
 def _phase_s(rank: RankTrace, phase: str) -> float:
-    """Seconds in the spans of a phase, without waits."""
+    """Seconds in the spans of a phase, excluding waits."""
     spans = [x for x in rank.spans if x.phase == phase and x.ended_s]
     return length_s(without(union((x.began_s, x.ended_s) for x in spans), waiting(rank)))
 
 
 def _sent(trace: Trace) -> Rows:
-    """Means over ranks and over steps with the operation; over ranks alone without steps."""
+    """Means over ranks and over the steps with the operation; without steps, over ranks only."""
     steps, ranks = len(trace.steps()), max(1, len(trace.ranks))
     by_op: dict[str, list[CommEvent]] = defaultdict(list)
     for rank in trace.ranks.values():
@@ -130,7 +130,7 @@ def _sent(trace: Trace) -> Rows:
 
 
 def _memory(trace: Trace) -> Rows:
-    """The memory of the fullest rank at its peak."""
+    """Memory by category at the highest peak of any rank."""
     points = [(sum(p.held_bytes), n, p) for n, rank in trace.ranks.items() for p in rank.memory]
     if not points:
         return []
@@ -140,7 +140,7 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """The steps without detailed and unfinished ones and, if others remain, without the first."""
+    """Only finished steps without detail; the run's first step is dropped if others remain."""
     unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()

@@ -1,4 +1,4 @@
-"""This process as a rank: inside `World.run`, under a launcher, alone, or on paper."""
+"""Make this process a rank: in `World.run`, under a launcher, alone, or without communication."""
 
 import atexit
 import os
@@ -42,7 +42,7 @@ _me: Rank | None = None
 
 
 def current() -> Rank | None:
-    """The rank that this process is, or None."""
+    """This process's rank, or None."""
     return _me
 
 
@@ -59,17 +59,17 @@ def attach(
 ) -> Rank:  # fmt: skip
     """Make this process a rank, however it was started, and return the rank.
 
-    - inside `World.run`: the rank that it already is;
+    - inside `World.run`: the rank that the world has assigned;
     - with an initialized process group: a rank of that group;
-    - under a launcher that sets RANK and WORLD_SIZE (torchrun): initializes the group first;
-    - otherwise: a world of one rank.
+    - under a launcher that sets RANK and WORLD_SIZE (torchrun): a rank of a new group;
+    - otherwise: the only rank of a new group.
 
     Args:
-        backend, timeout_s, seed: used if the group is initialized here. The default backend is
-            NCCL with a GPU for each rank, else gloo.
-        link: models this rank's link to the others.
+        backend, timeout_s, seed: used only if the group is initialized here. The default backend
+            is NCCL with one GPU per rank, else gloo.
+        link: the network link to model from this rank to the other ranks.
 
-    Raises ValueError if this rank already has another link, or the group another backend.
+    Raises ValueError if this rank already has a different link, or the group a different backend.
 
     >>> me = labkit.attach()
     >>> me.comm.all_reduce(x)
@@ -100,9 +100,9 @@ def attach(
 def on_paper(rank: int, size: int) -> Iterator[Rank]:
     """Within the block, this process is rank `rank` of a world of `size`, without other processes.
 
-    Every operation is recorded and completes at once, so one process can show what one rank of a
-    thousand would send. The results of collectives are meaningless. Raises RuntimeError if
-    this process is already a rank, ValueError if `rank` is outside the world.
+    Every operation is recorded and completes immediately, so one process can show what one rank of
+    a thousand would send. The results of collectives are meaningless. Raises RuntimeError if this
+    process is already a rank, ValueError if `rank` is outside the world.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -114,7 +114,7 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
             f"on_paper: rank {rank} is not in a world of {ranks_in_words(size)}, 0 to {size - 1}"
         )
     before, worlds = _me, Dispatcher.worlds
-    Dispatcher.worlds = 0  # every time, name the groups as in a first world
+    Dispatcher.worlds = 0  # group names are always those of a first world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _me = Rank(rank, size, torch.device("cpu"), "fake")
     try:
@@ -150,8 +150,8 @@ def leave() -> None:
 
 
 def use_loopback(override: bool = False) -> None:
-    """Restrict gloo and NCCL to the loopback interface. An interface that the environment names is
-    kept, unless `override`."""
+    """Restrict gloo and NCCL to the loopback interface. An interface already set in the environment
+    is kept, unless `override`."""
     if name := loopback():
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if override or variable not in os.environ:

@@ -1,22 +1,22 @@
-"""The board: a page of shared memory per rank, on which the rank writes its operations in flight
-for the others to read.
+"""The board: a page of shared memory per rank, in which the rank records its operations in flight
+for other ranks and the driver to read.
 
 Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
-first called another under the same number, and raises instead of hanging (or adding up garbage).
-After a hang, the driver reads where each rank is. These bytes are neither sent nor counted.
+first called a different one under the same number, and raises instead of hanging (or reducing
+garbage). After a hang, the driver reads where each rank is. Notes do not count as traffic.
 
-A page has `SLOTS` slots for the latest operations, in slot (stream + number) modulo SLOTS:
+A page holds the latest operations in `SLOTS` slots, each in slot (stream + number) modulo SLOTS:
 
     | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
-and `MARKS` marks, one for each group (or direction of messages): the highest number begun there.
+and `MARKS` marks, one per group (or message direction): the highest operation number begun there.
 
     | number 4 | stream 4 |   (one word)
 
 Pages have no lock, so a reader must detect a half-written note. The writer clears the key first and
-sets it last; a reader that then finds another key drops the note. State and time change later, each
-in one store of the processor (not by `struct.pack_into`, which writes zeros first). With more than
-`SLOTS` operations in flight the oldest notes are overwritten, but `wait` rewrites its note.
+sets it last; a reader drops a note if its key has changed meanwhile. State and time are updated
+with one atomic store each (not by `struct.pack_into`, which writes zeros first). With more than
+`SLOTS` operations in flight, the oldest notes are overwritten, but `wait` rewrites its note.
 """
 
 import json
@@ -30,20 +30,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SLOTS = 64
-SLOT_BYTES = 2048  # room for the ranks of the largest world
+SLOT_BYTES = 2048  # enough for the rank list of the largest world
 HEAD = struct.Struct("<QdIHB")
-SINCE, STATE = 8, 22  # byte offsets in it
+SINCE, STATE = 8, 22  # byte offsets in HEAD
 MARK_BYTES = 8
 MARKS = 512
-SHARED = 2**32 - 1  # two streams share this mark: their numbers are unknown
+SHARED = 2**32 - 1  # two streams share this mark: the highest number is unknown
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
-MAX_TEXT_BYTES = 200  # of an operation's description, and of its source
-MAX_RANKS = 256  # of a group, in a note
+MAX_TEXT_BYTES = 200  # for an operation's description, and for its source line
+MAX_RANKS = 256  # listed in a note
 ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks called different operations, or the same with other shapes or dtypes."""
+    """Raised if ranks call different operations, or one with different shapes or dtypes."""
 
 
 @dataclass(frozen=True)
@@ -55,19 +55,19 @@ class Note:
     seq: int
     what: str  # "all_reduce(sum) float32[1024]"
     source: str
-    compares: str = ""  # must be equal on all ranks; the board keeps a checksum
+    compares: str = ""  # must be equal on all ranks; the board stores a checksum
     collective: bool = True
     state: int = IN_FLIGHT
     since_s: float = 0.0
 
     @property
     def stream(self) -> int:
-        """Number of the group (or direction of messages), never 0."""
+        """Hash of the group (or message direction), never 0."""
         return zlib.crc32(self.group.encode()) % (SHARED - 1) + 1
 
     @property
     def key(self) -> int:
-        """Number of the operation, equal on all ranks that take part, never 0."""
+        """Key of the operation, equal on all participating ranks, never 0."""
         return self.stream << 32 | self.seq % 2**32
 
     @property
@@ -98,38 +98,38 @@ class Board:
         return Board(path, size)
 
     def enter(self, note: Note, state: int = IN_FLIGHT) -> None:
-        """Write that this rank begins `note`, and waits for it if `state` is WAITED_FOR. Raises
-        CollectiveMismatch if another rank has a different note of the same operation."""
+        """Record that this rank begins `note`'s operation, blocking if `state` is WAITED_FOR.
+        Raises CollectiveMismatch if another rank recorded the operation differently."""
         key, signature = note.key, zlib.crc32(note.compares.encode())
         with self._lock:
             self._mark(note)
             self._write(note, key, signature, state)
         for other in note.ranks:
             if other != self.rank and other < self.size and self._differs(other, key, signature):
-                time.sleep(0.001)  # it may have been writing
+                time.sleep(0.001)  # the rank may have been mid-write
                 if self._differs(other, key, signature):
                     raise CollectiveMismatch(self._disagreement(note))
 
     def wait(self, note: Note) -> None:
-        """Write that this rank now blocks on `note`, entered before."""
+        """Record that this rank now blocks on `note`'s operation, which it has entered."""
         with self._lock:
             if not self._set_state(note.key, WAITED_FOR):
                 self._write(note, note.key, zlib.crc32(note.compares.encode()), WAITED_FOR)
 
     def leave(self, note: Note, failed: bool = False) -> None:
-        """Write that `note` has ended."""
+        """Record that `note`'s operation has ended."""
         with self._lock:
             self._set_state(note.key, FAILED if failed else ENDED)
 
     def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
-        """The notes on the page of `rank` in one of `states`, oldest first."""
+        """The notes of `rank` whose state is in `states`, oldest first."""
         first = rank * PAGE_BYTES
         every = range(first, first + SLOTS * SLOT_BYTES, SLOT_BYTES)
         notes = [note for slot in every if (note := self._read(slot, states))]
         return sorted(notes, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
-        """Whether `rank` has begun `note` or a later one of its stream; True if unknown."""
+        """Whether `rank` has begun `note` or a later note of the stream; True if unknown."""
         stream, highest = divmod(self._words[self._mark_at(rank, note.stream) // 8], 2**32)
         return stream == SHARED or (stream == note.stream and highest >= note.seq)
 
@@ -139,7 +139,7 @@ class Board:
         self._memory.close()
 
     def _read(self, slot: int, states: Collection[int]) -> Note | None:
-        """The note in this slot; None if its state is not in `states` or it is being written."""
+        """The note in this slot; None if its state is not in `states` or the slot is mid-write."""
         key, since_s, _, length, state = HEAD.unpack_from(self._memory, slot)
         if not key or state not in states:
             return None

@@ -24,7 +24,7 @@ def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Shown:
-    """A value of a rank as a notebook displays it; the value itself stays on the rank."""
+    """A rank's value as a notebook displays it; the value itself stays on the rank."""
 
     text: str
     html: str | None = None
@@ -64,7 +64,7 @@ def register_source(source: str, filename: str) -> None:
 
 
 def with_titles(text: str) -> str:
-    """Replace the file names of cells in `text` by the notebook's titles: 21.py by In[3]."""
+    """Replace cells' file names in `text` with the notebook's titles: 21.py with In[3]."""
     compiler = getattr(running_ipython(), "compile", None)
     for file, number in getattr(compiler, "_filename_map", {}).items():
         text = text.replace(f'File "{file}"', f"Cell In[{number}]")

@@ -2,7 +2,7 @@
 
 A message is a pickle and its large buffers (mostly tensors), sent and received without copies:
 
-    | number of parts | length of each | pickle | buffer | buffer ...
+    | number of parts | length per part | pickle | buffer | buffer ...
 """
 
 import pickle
@@ -14,7 +14,7 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS allows 103 for a path
+MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS: 103 per socket path
 
 
 class Channel:
@@ -64,15 +64,15 @@ class Channel:
 
 
 def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
-    """The `ends` (channels, sockets) with data to read within `patience_s` seconds. An end closed
-    on this side counts as ready: reading it raises."""
-    # Not by `select`, which fails for file numbers above 1,023.
+    """Wait at most `patience_s` seconds for data; returns the `ends` (channels, sockets) that are
+    ready to read. An end closed on this side counts as ready: reading it raises."""
+    # Not `select`, which fails for file descriptors above 1,023.
     return [end for end in ends if end.fileno() < 0] or wait(ends, patience_s)
 
 
 def listener(folder: str) -> tuple[socket.socket, Any]:
-    """A listening socket and its address: a Unix socket in `folder`, which only this user can
-    enter, else a port of the loopback interface. The path has at most MAX_FOLDER_BYTES bytes."""
+    """A listening socket and its address: a Unix socket in `folder` (private to this user, its path
+    at most MAX_FOLDER_BYTES bytes) or, without Unix sockets, a port on the loopback interface."""
     address: Any = f"{folder}/driver"
     if hasattr(socket, "AF_UNIX"):
         sock = socket.socket(socket.AF_UNIX)
@@ -92,7 +92,7 @@ def loopback() -> str | None:
 
 
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Connect to the driver at `address` and send `hello`. Raises EOFError if it is gone."""
+    """Connect to the driver at `address`, send `hello`. Raises EOFError if the driver is gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
     try:

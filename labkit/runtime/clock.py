@@ -1,5 +1,5 @@
-"""Clocks write the time of a point in the program, in seconds of the machine's monotonic clock,
-into fields of spans and events: on the CPU at once, on a GPU when its stream has passed the point.
+"""Clocks write the time of a point in the program, in seconds of the machine's monotonic clock, to
+fields of spans and events: on the CPU immediately, on a GPU once its stream has passed the point.
 """
 
 import threading
@@ -11,10 +11,10 @@ import torch
 
 
 class Clock:
-    """Host time: the CPU finishes one line before it begins the next."""
+    """Host time, for work that the CPU finishes before it continues."""
 
     def mark(self, record: Any, *fields: str, at: Any = None) -> None:
-        """Write the time of this point, or of the moment `at`, into these fields of `record`."""
+        """Write the time of this point, or `at` (from `end_of`), to these fields of `record`."""
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(record, field, time_s)
@@ -26,14 +26,14 @@ class Clock:
         self.mark(span, "ended_s")
 
     def end_of(self, work: Any) -> Any:
-        """The end of torch's `work`, for `mark`: a list that will contain its time."""
+        """The end of torch's `work`, as `at` for `mark`: a list that will contain the time."""
         moment: list[float] = []
         with suppress(RuntimeError):  # work without a future
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        """Write pending times, waiting at most `patience_s`; returns whether all are known."""
+        """Write pending times, waiting at most `patience_s`; returns whether none is left."""
         return True
 
 
@@ -45,8 +45,8 @@ HOST_CLOCK = HostClock()
 
 
 class StreamClock(Clock):
-    """GPU time: a CUDA event records when the stream passes a point. Times count from a moment at
-    which host and GPU were idle. Until they are known, a begin has the host's time, an end 0.0."""
+    """GPU time: a CUDA event records when the stream passes a point, relative to a moment when host
+    and GPU were idle. Until a time is known, a begin field holds host time, an end field 0.0."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event
@@ -69,7 +69,7 @@ class StreamClock(Clock):
                 self._pending[id(record), field] = record, event
 
     def end_of(self, work: Any) -> Any:
-        """An event after `work` on a stream; work elsewhere would block the host here."""
+        """A CUDA event after `work`; work that is not on a stream would block the host here."""
         with torch.cuda.stream(self._side_stream):
             work.wait()
             return self._event_here()

@@ -1,7 +1,7 @@
 """Detects hung ranks from the board.
 
-A wait cannot end if a rank that it needs has returned, is not in the run, or is itself stuck (a
-cycle). Otherwise the timeout decides.
+A wait cannot end if a rank that it depends on has returned, is not in the run, or is itself stuck
+(a cycle). The timeout limits all other waits.
 """
 
 import os
@@ -52,7 +52,7 @@ class Watch:
         self._suspect_since_s = self._checked_s = 0.0
 
     def check(self, running: set[int]) -> Verdict | None:
-        """The diagnosis after it has held for `settle_s`, else None; `running`: active ranks."""
+        """The verdict once it has held for `settle_s`, else None; `running`: unfinished ranks."""
         now_s = time.monotonic()
         if now_s - self._checked_s < self.every_s:
             return None
@@ -99,7 +99,7 @@ class Watch:
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
         while free := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
-            stuck -= free  # these wait for a rank that can still arrive
+            stuck -= free  # these ranks wait for one that can still arrive
         if not stuck:
             return None
         cycle = tuple(sorted(stuck))
@@ -109,7 +109,7 @@ class Watch:
 def positions(
     board: Board, pids: list[int], running: set[int], targets: Iterable[int], folder: Path
 ) -> dict[int, str]:
-    """The operation that each rank waits in, else the line of code that it executes."""
+    """Where each rank is: the operation it waits in, else the line of code it executes."""
     notes = {rank: board.notes(rank, (WAITED_FOR, FAILED)) for rank in range(board.size)}
     free = [rank for rank in notes if rank in running and not notes[rank]]
     stacks = _stacks({rank: (pids[rank], folder / f"stack{rank}") for rank in free})
@@ -136,7 +136,7 @@ def last_operation(board: Board, rank: int) -> str:
 
 
 def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
-    """The line of code of each rank, written by the rank's fault handler on SIGUSR1."""
+    """The line of code that each rank executes, which its fault handler writes on SIGUSR1."""
     if not hasattr(signal, "SIGUSR1"):
         return {}
     before: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Run the operations of a communicator: number, compare on the board, record, start a transport."""
+"""Run a communicator's operations: number, compare on the board, record and start each one."""
 
 import hashlib
 import threading
@@ -26,14 +26,14 @@ from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import PacedWire, Wire, Work, dereferenced
 
 Made = TypeVar("Made")
-OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # these explain themselves
-BusBytes = Callable[[list[int], int], int]  # (bytes of each rank's chunk, rank) -> bytes
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # with complete messages
+BusBytes = Callable[[list[int], int], int]  # (chunk bytes per rank, rank) -> bytes
 
 
 class Dispatcher:
     """The operation numbers and transports that all `Comm`s of one process group share."""
 
-    worlds = 0  # default groups of this process so far: torch gives all of them one name
+    worlds = 0  # default groups created so far in this process: torch names them all alike
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -51,10 +51,10 @@ class Dispatcher:
         self._collectives = count(1)
         self._messages = defaultdict[tuple[int, int, int], Iterator[int]](partial(count, 1))
         self._transports: dict[tuple[torch.device, object], Transport] = {}
-        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # groups by ranks
+        self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # reusable groups
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
-        self._subgroups: dict[Dispatcher, bool] = {}  # and whether this rank has dropped them
-        self.calls: deque[str] = deque(maxlen=1000)  # collectives that no board has compared
+        self._subgroups: dict[Dispatcher, bool] = {}  # whether this rank has dropped each
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives not compared on a board
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
@@ -81,8 +81,8 @@ class Dispatcher:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Run one collective: `start` gets the transport and the call, and returns its work. All
-        ranks agree on `nbytes`, which chooses the algorithm, and on the shapes of `alike` (or
+        """Run one collective: `start(transport, call)` returns its work. All ranks must pass the
+        same `nbytes`, by which the algorithm is chosen, and the same shapes for `alike` (default:
         `x`)."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
         transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
@@ -120,7 +120,7 @@ class Dispatcher:
         finish: list[Callable[[], object]],
         start: Callable[[Transport, Call], Work],
     ) -> Handle:
-        """Run one send to rank `peer`, or one receive from it."""
+        """Run one send to, or one receive from, rank `peer`."""
         transport, call = self.transport(x), Call(tag, not blocking, "")
         ends = (self.rank, peer) if sends else (peer, self.rank)
         seq = next(self._messages[*ends, tag])
@@ -142,10 +142,10 @@ class Dispatcher:
         return handle
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
-        """Raise CollectiveMismatch if `value()` differs between ranks."""
-        seq = next(self._collectives)  # also without a board, so that recordings agree
+        """Raises CollectiveMismatch if `value()` differs between ranks."""
+        seq = next(self._collectives)  # also without a board, so that recorded numbers agree
         if here.board is not None:
-            with here.carrying():  # not an operation of the program
+            with here.carrying():  # not part of the program
                 text = f"{what} {value()}"
             note = Note(self.name, self.ranks, seq, text, caller(), text)
             here.board.enter(note)
@@ -158,13 +158,13 @@ class Dispatcher:
         return self._make_collectively(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
-        """`x` as a flat contiguous tensor that the transport can reach. If that is a copy and `x`
-        is an output (`finish` is given), append the copy back to `finish`."""
+        """`x` as a flat contiguous tensor that the transport can access. If it is a copy and `x` is
+        an output (`finish` is given), append a function that copies it back to `finish`."""
         check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot be sent; pass x.to_dense()")
         if "fake" in self.backend_of.values() and x.is_contiguous():
-            return x  # it is never read, and a view takes 0.1 ms in a dry run
+            return x  # never read in a dry run, where a view would take 0.1 ms
         flat = x.detach() if x.requires_grad else x
         via_host = flat.is_cuda and self.backend_of.get("cuda") == "gloo"
         if flat.is_contiguous() and not (via_host or flat.is_conj() or flat.is_neg()):
@@ -182,7 +182,7 @@ class Dispatcher:
         return copy
 
     def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
-        """A new group of these global ranks, made by all ranks at once; reused if `shared`."""
+        """A group of these global ranks, created by all ranks together; reused if `shared`."""
         key = tuple(ranks), self._timeout()
 
         def make() -> Any:
@@ -199,7 +199,7 @@ class Dispatcher:
         return self._make_collectively(f"subgroup({list(ranks)})", make)
 
     def destroy_dropped(self) -> None:
-        """Destroy the gloo subgroups that all their ranks have dropped, as counted in the store."""
+        """Destroy gloo subgroups that all of their ranks have dropped, as counted in the store."""
         unused = [group for group in self._subgroups if not group.users and group._group()]
         for subgroup in unused:
             store = dist.distributed_c10d._get_default_store()
@@ -210,7 +210,7 @@ class Dispatcher:
                 dist.destroy_process_group(dereferenced(subgroup._group))
 
     def _make_collectively(self, what: str, make: Callable[[], Made]) -> Made:
-        """Call `make` on all ranks. It is on the board, since ranks may disagree or block in it."""
+        """Call `make` on all ranks, recorded on the board as ranks may disagree or block in it."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
             here.board.enter(note, WAITED_FOR)
@@ -240,7 +240,7 @@ class Dispatcher:
         traffic: Callable[[], tuple[int, int]],
         peer: int | None,
     ) -> Handle:
-        """Start an operation: write it on the board, notify the listeners, start its transport."""
+        """Start an operation: record it on the board, notify listeners, start the transport."""
         board, note, event = here.board, None, None
         described = what
         if board or here.listeners:
@@ -255,7 +255,7 @@ class Dispatcher:
                 source=note.source, peer=peer, tag=0 if note.collective else call.tag,
                 transport=transport.name, algorithm=call.algorithm,
             )  # fmt: skip
-            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # two may change
+            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # last two may change
         if board and note:
             board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:
@@ -274,13 +274,13 @@ class Dispatcher:
 
     @property
     def _clock(self) -> Clock:
-        """NCCL operations wait on a stream; gloo blocks the host."""
+        """The clock for waits: NCCL waits on a stream, gloo blocks the host."""
         return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
 
     def transport(self, x: torch.Tensor) -> Transport:
         key = (x.device, here.link)
         if key not in self._transports:
-            with _making:  # one for all threads
+            with _making:  # one transport for all threads
                 if key not in self._transports:
                     self._transports[key] = self._new_transport(x.device.type)
         return self._transports[key]
@@ -300,7 +300,7 @@ class Dispatcher:
         native = Native(group)
         messages = SendReceive(Wire(group), native) if backend == "gloo" else native
         if here.shared is not None and device == "cpu":
-            # A name for this group only, equal on all its ranks.
+            # A name unique to this group and equal on all its ranks.
             file = hashlib.sha256(f"{self.name} {self.ranks}".encode()).hexdigest()[:16]
             timeout_s = (self._timeout() or dist.default_pg_timeout).total_seconds()
             return Shared(here.shared / file, self.rank, self.size, timeout_s, messages)
@@ -312,5 +312,5 @@ _making = threading.Lock()
 
 
 def _flattened(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous `x` in one dimension of stride 1; `view(-1)` keeps any stride of one element."""
+    """Contiguous `x` in one dimension of stride 1, which `view(-1)` may not set for one element."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

@@ -7,14 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
-MAX_DEPTH = 8  # chain of causes
+MAX_DEPTH = 8  # longest chain of causes
 MAX_FRAMES, MAX_PARTS, MAX_TEXT = 100, 10, 10_000
 
 _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.py"))
 
 
 class RankError(RuntimeError):
-    """Raised when a run fails on one or more ranks; the text says which, where and why.
+    """Raised when a run fails on one or more ranks; the message says which, where and why.
 
     `kind`: "raised", "died", "stuck", "disagree", "unpicklable" or "interrupted";
     `ranks`: the ranks at fault, if known.
@@ -40,7 +40,7 @@ class RankInterrupt(RankError, KeyboardInterrupt):
 @dataclass(frozen=True)
 class RemoteError:
     """An exception of a rank as plain data, truncated to a readable length. The driver adds the
-    source lines, since only the driver has those of notebook cells."""
+    source lines, since only the driver has the source of notebook cells."""
 
     type_name: str
     message: str

@@ -19,10 +19,10 @@ from labkit.runtime.launch import End
 from labkit.runtime.pick import available_bytes
 from labkit.runtime.ranks import Ranks
 
-GRACE_S = 0.3  # from the first sign to the report
+GRACE_S = 0.3  # from the first sign of failure to the report
 COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
 UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
-HARMLESS = {"raised", "unpicklable"}  # alone, they leave no rank in the middle of an operation
+HARMLESS = {"raised", "unpicklable"}  # on their own, these leave no rank in mid-operation
 BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
@@ -40,7 +40,7 @@ class Failures:
         self._watch = Watch(ranks.board, ranks.timeout_s, targets) if ranks.board else None
 
     def add(self, rank: int, kind: str, what: Any) -> None:
-        """Record that rank `rank` failed; `what`: its RemoteError or End, if there is one."""
+        """Record that rank `rank` failed; `what`: its RemoteError or End, if any."""
         self.running.discard(rank)
         self._first_sign(self.running | {rank} if kind == "lost a peer" else self.running)
         self._failures.setdefault(kind, {}).setdefault(rank, what)
@@ -64,11 +64,11 @@ class Failures:
                 self._first_sign(self.running)
 
     def settled(self) -> bool:
-        """Whether there is a failure, and enough time has passed to know its cause."""
+        """Whether the run has failed and enough time has passed to know the cause."""
         return self._first_s is not None and time.monotonic() - self._first_s >= self._patience_s()
 
     def _patience_s(self) -> float:
-        """Seconds from the first sign until the cause is known."""
+        """Seconds from the first sign of failure until the cause is known."""
         failures, running = self._failures, self.running
         unreported = failures.get("cut off", {}).keys() - failures.get("died", {}).keys()
         if "server" in failures or not (running or unreported):
@@ -84,7 +84,7 @@ class Failures:
 
     def _has_ended(self, rank: int) -> bool:
         """Whether the rank's process has exited. On a loaded machine, the server's report and the
-        end of the connection can come much later."""
+        end of the connection can arrive much later."""
         try:
             return psutil.Process(self._ranks.pids[rank]).status() == psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -95,8 +95,8 @@ class Failures:
         return self._first_s is None
 
     def nothing_in_flight(self) -> bool:
-        """Whether all ranks have answered and every operation was finished by all its ranks, so
-        that the next run finds the ranks in step."""
+        """Whether all ranks have answered and completed all of their operations, so that the next
+        run finds the ranks in step."""
         board = self._ranks.board
         if self.running or board is None or not set(self._failures) <= HARMLESS:
             return False
@@ -107,7 +107,7 @@ class Failures:
         )
 
     def error(self, kept: bool) -> RankError:
-        """The RankError that reports the failures; `kept`: the ranks stay alive."""
+        """The RankError that reports the failures; `kept`: whether the ranks stay alive."""
         kind, text, culprits = self._diagnosis()
         others = [rank for rank in range(self._ranks.size) if rank not in culprits]
         stopped = ranks_text(others) if culprits and others else "all ranks"
@@ -138,7 +138,7 @@ class Failures:
             case "cut off":
                 text = f"{ranks_text(culprits)} closed the connection to this process"
                 return "died", text + where, culprits
-            case "disagree":  # the last rank saw the calls of all
+            case "disagree":  # the last rank to raise saw all calls
                 return "disagree", list(failures.values())[-1].message, ()
             case "unpicklable" | "raised":
                 return cause, _report(failures), culprits

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-MEMORY = Path("/dev/shm")  # on Linux, files here are in memory and never on a disk
+MEMORY = Path("/dev/shm")  # on Linux, files here are held in memory, never on disk
 
 
 def new_folder(register: Callable[[str], None], place: str | Path | None = None) -> str:
-    """Create a folder that only this user can enter. `register` gets its name before it exists, so
-    that the folder is removed after a crash at any moment."""
+    """Create a folder that only this user can enter. `register` receives the path before the folder
+    exists, so that the folder is removed even after a crash."""
     name = f"labkit-{os.getpid()}-{secrets.token_hex(4)}"  # names the owning process
     folder = str(Path(place or tempfile.gettempdir()) / name)
     register(folder)

@@ -1,4 +1,4 @@
-"""Compares the ranks' calls of torch's own operations (`dist.all_reduce`), unseen by the board."""
+"""Compares the ranks' direct calls to torch.distributed, which the board does not record."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -12,7 +12,7 @@ _messages: Counter[tuple[str, int, int]] = Counter()  # (group, from, to) -> sen
 
 
 def count_messages() -> None:
-    """From now on, count the messages that this rank sends and receives."""
+    """Start counting the messages that this rank sends and receives."""
     group: Any = dist.ProcessGroup
     group.send, group.recv = _counted(group.send, 1), _counted(group.recv, -1)
 
@@ -27,7 +27,7 @@ def _counted(call: Any, way: int) -> Any:
 
 
 def begun() -> Begun:
-    """The number of collectives that this rank has begun in each group, and its messages."""
+    """The number of collectives that this rank has begun per group, and its message counts."""
     collectives: dict[str, int] = {}
     groups: Any = dist.distributed_c10d._world.pg_map
     for group in groups:

@@ -1,8 +1,8 @@
 """Ctrl-C and Jupyter's interrupt button, delayed until it is safe to stop.
 
-An immediate interrupt could lose the process ids of ranks that have just started. So while the
-driver starts ranks or talks to them, an interrupt is only noted; `check_interrupt`, called many
-times a second, raises it.
+An immediate interrupt could lose the process ids of ranks that have just started. While the driver
+starts ranks or communicates with them, interrupts are therefore only counted; `check_interrupt`,
+called many times a second, raises KeyboardInterrupt.
 """
 
 import signal
@@ -15,8 +15,8 @@ ENOUGH = 3  # this many interrupts mean that `check_interrupt` is not being call
 
 class Interrupts:
     """Within the block, interrupts are counted and raise one KeyboardInterrupt: in
-    `check_interrupt`, after `enough` interrupts, or at the end of the block. A nested block has a
-    separate `enough`. A SIGINT handler that the user has installed stays in place."""
+    `check_interrupt`, after `enough` interrupts, or at the end of the block. A nested block uses a
+    different `enough`. A SIGINT handler that the user has installed stays in place."""
 
     outermost: "ClassVar[Interrupts | None]" = None  # in the main thread only
 
@@ -48,7 +48,7 @@ class Interrupts:
 
 
 def check_interrupt() -> None:
-    """Raises KeyboardInterrupt if there was an interrupt since the outermost block began."""
+    """Raises KeyboardInterrupt if one or more interrupts arrived in the outermost block."""
     block = Interrupts.outermost
     if block is not None and block.count and not block.raised and _in_main():
         block.raised = True

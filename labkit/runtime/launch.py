@@ -1,7 +1,7 @@
 """Starts ranks: forked from a warm server, or spawned where the platform has no fork.
 
 Each rank leads a new process group: an interrupt of the driver's group does not reach the rank, and
-the processes that a rank has started (data loaders, shell commands) are killed after it.
+processes that a rank has started (data loaders, shell commands) are killed when the rank ends.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from typing import Any
 from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
-POLL_S = 0.05  # to poll: another thread may receive the message that ends a wait
+POLL_S = 0.05  # polling interval: another thread may receive the awaited message
 KILL_PATIENCE_S = 5.0
 
 
@@ -46,7 +46,7 @@ class End:
 
 class ForkServer:
     """The driver's side of `labkit.runtime.server`, one for all worlds and threads of a process. If
-    an interrupt cancels a request, the server kills the ranks it forks for it."""
+    an interrupt cancels a request, the server kills the ranks that the request forked."""
 
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
@@ -84,7 +84,7 @@ class ForkServer:
 
     def delete_at_end(self, folder: str) -> None:
         """Have the server delete this folder once the driver is gone."""
-        with suppress(EOFError):  # `start` reports it better
+        with suppress(EOFError):  # `start` reports this in detail
             self._send("delete at end", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
@@ -115,13 +115,13 @@ class ForkServer:
         return pids
 
     def ends(self) -> dict[int, End]:
-        """The ends known so far, by process id. Raises EOFError if the server is gone."""
+        """The rank ends known so far, by process id. Raises EOFError if the server is gone."""
         with self._talking:
             while ready([self._channel], 0):
                 kind, body = self._channel.recv()
                 if kind == "forked":
                     number, pids, problem = body
-                    self.forget(pids)  # earlier processes with these ids
+                    self.forget(pids)  # left by earlier processes with these ids
                     self._replies[number] = pids, problem
                 else:
                     pid, status, peak_bytes = body
@@ -244,7 +244,7 @@ def warm_up_early() -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the processes that the rank `pid`, which has just ended, has left behind."""
+    """Kill the processes left behind by rank process `pid`, which has just ended."""
     if hasattr(os, "killpg"):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -4,7 +4,7 @@
 - `%%ranks 4`: the cell runs on 4 ranks, which keep their variables between cells;
 - `%%ranks 0,2`: on ranks 0 and 2 of that world only ("2," for rank 2 alone);
 - `%%ranks`: on all ranks of the current world;
-- `%%ranks 4 -o losses`: store the last values here, in the list `losses`;
+- `%%ranks 4 -o losses`: store the ranks' last values in the notebook's list `losses`;
 - `%ranks`: show the world; `%ranks reset` starts new ranks, `%ranks close` ends the world.
 """
 
@@ -23,7 +23,7 @@ DEFAULT_SIZE = 4
 
 
 class PerRank(list[Any]):
-    """One value per rank (or its display form), displayed one rank a line."""
+    """One value per rank (or its display form), shown one rank per line."""
 
     def __init__(self, ranks: list[int], values: list[Any]):
         super().__init__(values)
@@ -49,15 +49,15 @@ class PerRank(list[Any]):
 
 @magics_class
 class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
-    """The magics of labkit. Names in a cell: rank, size, comm, device, torch, dist."""
+    """labkit's magics. Names defined in a cell: rank, size, comm, device, torch, dist."""
 
     world: World | None = None
     _cells = itertools.count(1)
 
     @cell_magic
     def ranks(self, line: str, cell: str) -> PerRank | None:
-        """Run the cell on ranks: `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows the last value of
-        each rank, or stores the values in the list NAME with `-o NAME`."""
+        """Run the cell on ranks: `%%ranks 4`, `%%ranks 0,2` or `%%ranks`. Shows each rank's last
+        value or, with `-o NAME`, stores the values in the list NAME."""
         line, wanted, name = line.partition("-o")
         name = name.strip()
         if wanted and not name.isidentifier():
@@ -89,7 +89,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             print("closed")
 
     def _choose(self, line: str) -> tuple[World, list[int]]:
-        """The world that `line` asks for, or the current one, and the ranks to run on."""
+        """The world that `line` requests, or the current world, and the ranks to run on."""
         try:
             numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
         except ValueError:

@@ -1,7 +1,7 @@
 """Shows what the ranks print, live and labeled by rank, in the cell or terminal of the driver.
 
-A terminal gets lines in order of arrival. A notebook gets one output, redrawn during the run and
-grouped by rank at its end; very long output is truncated there, as it would freeze the page.
+A terminal shows lines in order of arrival. A notebook shows one output, redrawn during the run and
+grouped by rank at the end; there, very long output is truncated, as it would freeze the page.
 """
 
 import codecs
@@ -13,7 +13,7 @@ from typing import Any
 REDRAW_S = 0.1
 MAX_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
 MAX_LINE = 2000
-MAX_OPEN_LINE = 100_000  # a longer line is broken
+MAX_OPEN_LINE = 100_000  # longer lines are broken
 
 
 class RankOutput:
@@ -22,7 +22,7 @@ class RankOutput:
     def __init__(self, size: int):
         utf8 = codecs.getincrementaldecoder("utf-8")
         self._decoders = [utf8("replace") for _ in range(size)]  # a character may span two reads
-        self._open = [""] * size  # the unfinished line of each rank
+        self._open = [""] * size  # unfinished line per rank
         self._page = _Display(size) if in_notebook() else None
 
     def feed(self, rank: int, data: bytes) -> None:
@@ -62,7 +62,7 @@ class _Display:
     """One output of a notebook, redrawn in place."""
 
     def __init__(self, size: int):
-        self._first: list[list[str]] = [[] for _ in range(size)]  # lines of each rank
+        self._first: list[list[str]] = [[] for _ in range(size)]  # first lines per rank
         self._last: list[deque[str]] = [deque(maxlen=MAX_LINES // 2) for _ in range(size)]
         self._counts = [0] * size
         self._recent: deque[str] = deque(maxlen=200)  # lines of all ranks, by arrival
@@ -129,7 +129,7 @@ def in_notebook() -> bool:
 
 
 def interactive() -> bool:
-    """Whether a user works with this process, in IPython or a notebook."""
+    """Whether this process runs IPython, in a terminal or a notebook."""
     return running_ipython() is not None
 
 

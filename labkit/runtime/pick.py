@@ -1,4 +1,4 @@
-"""Defaults of a world: backend, device and transport with reasons, and the largest size."""
+"""Defaults for a world: backend, device and transport, with reasons, and the largest size."""
 
 import os
 import shutil
@@ -14,15 +14,15 @@ import torch.distributed as dist
 from labkit.comm import Link, TwoLevel
 from labkit.runtime import folders
 
-RANK_BYTES = 100e6  # memory of an idle rank, and some room to work
+RANK_BYTES = 100e6  # memory of an idle rank, plus room to work
 MAX_RANKS = 256
 SPARE_FILES = 16  # files that a world opens besides its ranks' sockets
 CGROUPS, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 VARIABLE = "LABKIT_TRANSPORT"
 TRANSPORTS = ("shm", "gloo")
-MIN_SHM_BYTES = 128 << 20  # Docker's default of 64 MB is used up by a few groups
-RANK_SHM_BYTES = 16 << 20  # shared memory of a rank in several groups
+MIN_SHM_BYTES = 128 << 20  # a few groups would use up Docker's default, 64 MB
+RANK_SHM_BYTES = 16 << 20  # shared memory per rank, for several groups
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pick:
 
 
 def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
-    """Choose the backend and device that are not given. `paced`: over a modeled link, which only
+    """Choose the backend and device, if not given. `paced`: over a modeled link, which only
     gloo supports. Raises ValueError for a choice that this machine does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend not in (None, "gloo", "nccl"):
@@ -71,11 +71,11 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
 def pick_transport(
     size: int, picked: Pick, asked: str | None, backend: str | None, link: Link | TwoLevel | None
 ) -> tuple[str, str]:
-    """The transport as events name it ("shm", "gloo", "nccl"), and why shared memory is not
-    available ("" if it is used or not wanted).
+    """The transport's name in events ("shm", "gloo", "nccl"), and why shared memory is unavailable
+    ("" if shared memory is used or not wanted).
 
-    Ranks on one machine's CPU use shared memory where possible. The first of these overrides that:
-    the argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
+    Ranks on one machine's CPU use shared memory where possible. Overrides, the first wins: the
+    argument `asked`; LABKIT_TRANSPORT, except with NCCL or a link; `backend="gloo"`. Raises
     ValueError for an unknown name, or if this world does not support `asked`.
     """
     requested = os.environ.get(VARIABLE)
@@ -103,7 +103,7 @@ def pick_transport(
 
 
 def check_transport(source: str, name: str | None) -> None:
-    """Raises ValueError if `name`, which `source` gives, is not a transport."""
+    """Raises ValueError if `name`, given by `source`, is not a transport."""
     if name not in (None, "", *TRANSPORTS):
         raise ValueError(
             f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
@@ -162,7 +162,7 @@ def _most_by_files() -> int:
 
 
 def available_bytes() -> int:
-    """The machine's free memory, at most what the cgroups of this process still allow."""
+    """The machine's free memory, capped by what this process's cgroups still allow."""
     return min([psutil.virtual_memory().available, *left_by_cgroups()])
 
 

@@ -1,7 +1,7 @@
 """Pickles functions and values for ranks, and results for the driver.
 
-cloudpickle also takes lambdas, closures and functions of notebook cells. An error names the object
-that cannot be pickled, not only its type.
+cloudpickle also handles lambdas, closures and functions defined in notebook cells. Errors name the
+object that cannot be pickled, not only its type.
 """
 
 import io
@@ -16,12 +16,12 @@ import torch
 
 
 class Unpicklable(TypeError):
-    """Raised for an object that cannot be pickled; the text names it."""
+    """Raised for an object that cannot be pickled; the message names the object."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A pickle, and separate buffers with its tensors' memory, not copied."""
+    """A pickle, with its tensors' memory in separate buffers, not copied."""
 
     data: pickle.PickleBuffer
     buffers: list[pickle.PickleBuffer]
@@ -57,7 +57,7 @@ def unpack(parcel: Parcel) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles plain tensors by value: detached, on the CPU, only the elements they view, and
+    """Pickles plain tensors by value: detached, moved to the CPU, only the elements in view, and
     without a copy where possible."""
 
     def reducer_override(self, value: Any) -> Any:

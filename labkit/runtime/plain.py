@@ -1,4 +1,4 @@
-"""torch.distributed itself on the ranks of a world, for labs that show it beside `Comm`."""
+"""Plain torch.distributed on a world's ranks, for labs that compare it with `Comm`."""
 
 import socket
 import time
@@ -15,8 +15,8 @@ from labkit.runtime.channel import loopback
 class Plain:
     """A bare process group with the methods of a `Comm`, without checks or recording.
 
-    `rank` and `size` are those inside the group. Without `group`, all ranks must construct it
-    together: it creates a group of all ranks. `timeout_s` is the timeout of that group and of
+    `rank` and `size` refer to the group. Without `group`, the constructor creates a group of all
+    ranks, so all ranks must call it together. `timeout_s` is the timeout of that group and of its
     subgroups (torch's default is 30 minutes).
     """
 
@@ -47,16 +47,16 @@ class Plain:
 
 
 def file_store(path: str, timeout_s: float) -> Any:
-    """A torch store in the file `path`; waiting in vain for a key raises RuntimeError."""
+    """A torch store in the file `path`; waiting too long for a key raises RuntimeError."""
     store = dist.FileStore(path)
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 
 
 class LauncherStore:
-    """A TCP store on a free local port, as torchrun opens one for its ranks.
+    """A TCP store on a free local port, like the store that torchrun opens for its ranks.
 
-    `variables`: for the ranks' environment, besides the five that every launcher sets.
+    `variables`: environment variables for the ranks, besides the five that every launcher sets.
     """
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class LauncherStore:
         }
 
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
-        """Key -> address ("127.0.0.1:41234") of each rank, once `ranks` of them have registered.
-        Raises RuntimeError if they have not within `within_s` seconds."""
+        """Key -> address ("127.0.0.1:41234") per rank, once `ranks` ranks have registered.
+        Raises RuntimeError if that takes more than `within_s` seconds."""
         deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
             keys = sorted(key for key in self.store.list_keys() if key.startswith("default_pg"))

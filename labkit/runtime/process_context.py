@@ -19,9 +19,9 @@ from labkit.runtime.transports.link import Link, TwoLevel
 
 @dataclass
 class ProcessContext:
-    """`listeners` get each event at its issue; later times are filled in. `carrying` is entered, in
-    any thread, around allocations for an operation. `clock` gives the times of events. `shared` is
-    the folder for the ranks' shared memory, if any."""
+    """`listeners` receive each event when it is issued; later times are filled in. `carrying` is
+    entered, in any thread, around allocations for an operation. `clock` timestamps events. `shared`
+    is the folder for the ranks' shared memory, if any."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None
@@ -49,7 +49,7 @@ def listen() -> Iterator[list[CommEvent]]:
 
 @contextmanager
 def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
-    """Within the block, call `listener` with each event at its issue."""
+    """Within the block, call `listener` with each event when it is issued."""
     here.listeners.append(listener)
     try:
         yield
@@ -63,7 +63,7 @@ _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 
 def caller() -> str:
-    """The program's line that calls a communicator; for a line inside labkit, with the user's line
+    """The source line that calls a communicator; for a line inside labkit, also the user's line
     that led to it.
 
     "lesson.py:12 in train" or "ddp.py:80 in _launch, from lesson.py:12 in train"

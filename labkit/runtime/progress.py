@@ -27,7 +27,7 @@ def progress(items: Iterable[T], label: str = "", total: int | None = None) -> I
     total = len(items) if total is None and isinstance(items, Sized) else total
     if me is not None and me.rank != 0:
         yield from items
-    elif on_rank or in_notebook():  # rich's widget there can break nbclient
+    elif on_rank or in_notebook():  # rich's notebook widget can break nbclient
         yield from _printed(items, label, total, transient=not on_rank)
     else:
         from rich.progress import track

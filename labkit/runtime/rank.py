@@ -1,5 +1,5 @@
 """The process of a rank: it joins the process group and runs the driver's requests until it is
-stopped. It exits by `os._exit`, so that no gloo thread can abort it at shutdown.
+stopped. It exits with `os._exit`, so that no gloo thread can abort it at shutdown.
 """
 
 import ctypes
@@ -86,7 +86,7 @@ def run_rank(spec: Spec) -> NoReturn:
 def _start_up(spec: Spec) -> Channel:
     """Set up rank `spec.rank`: streams, environment, seeds, board and process group."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles interrupts
-    with suppress(OSError):  # Linux: out of memory, kill a rank before the notebook
+    with suppress(OSError):  # Linux: if memory runs out, kill a rank before the notebook
         Path("/proc/self/oom_score_adj").write_text("500")
     control = Channel(connect(spec.address, HELLO.pack(spec.token, spec.rank, CONTROL)))
     _redirect_output(connect(spec.address, HELLO.pack(spec.token, spec.rank, OUTPUT)))
@@ -121,7 +121,7 @@ def _start_up(spec: Spec) -> Channel:
             store=store,
             rank=spec.rank,
             world_size=spec.size,
-            # The board reports first, and better. (An infinite timeout becomes a century.)
+            # A second more than the board's, whose report is clearer; a timedelta must be finite.
             timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
         )
     except BaseException as error:
@@ -136,9 +136,9 @@ def _start_up(spec: Spec) -> Channel:
 
 def _keep_freed_memory() -> None:
     """Have glibc keep freed memory, unless MALLOC_* variables are set: see mallopt(3). By default,
-    glibc returns memory whenever 128 KiB to some MiB are free at the heap's end, and requests it
-    again page by page. A training step on a CPU, which frees all it has allocated, then spends
-    about 5 % of its time on this, at random."""
+    glibc returns memory to the system whenever 128 KiB to some MiB are free at the top of the heap,
+    and gets it back page by page. A training step on a CPU, which frees everything it allocates,
+    then spends about 5 % of its time, irregularly, on page faults."""
     if not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
         if mallopt is not None:  # the allocator is glibc's
@@ -210,7 +210,7 @@ def _serve(control: Channel) -> None:
             reply = (_failure_kind(error), RemoteError.of(error))
         _clean_up()
         if os.getpid() != process:
-            os._exit(0)  # a fork by the function, which has returned from it
+            os._exit(0)  # a child that the function has forked
         control.send(reply)
 
 
@@ -237,7 +237,7 @@ def _raised_in_c(error: BaseException) -> bool:
 
 
 def run_spawned() -> NoReturn:
-    """Entry point of a spawned rank. Its Spec comes on stdin, which closes when the driver ends."""
+    """Entry point of a spawned rank; its Spec is on stdin, which closes when the driver ends."""
     spec = pickle.load(sys.stdin.buffer)
 
     def die_with_driver() -> None:

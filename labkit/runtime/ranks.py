@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 TICK_S = 0.05  # between checks of a running world
 STARTUP_TIMEOUT_S = 60.0
 ANSWER_S = 1.0  # for an idle rank to answer
-MAX_BUFFERED_BYTES = 1 << 22  # above the system's buffer for a rank's output
+MAX_BUFFERED_BYTES = 1 << 22  # exceeds the system's buffer for a rank's output
 
 
 class Ranks:
@@ -39,7 +39,7 @@ class Ranks:
     def __init__(self, world: "World"):
         self.size, self.timeout_s, self.owner = world.size, world.timeout_s, os.getpid()
         self.board: Board | None = None
-        self.ends: list[socket.socket] = []  # all open ones, for `_disconnect`
+        self.ends: list[socket.socket] = []  # all open sockets, for `_disconnect`
         self.controls: list[Channel] = []
         self.outputs: list[socket.socket] = []
         self.pids: list[int] = []
@@ -77,7 +77,7 @@ class Ranks:
             for rank in range(world.size)
         ]  # fmt: skip
         streams: dict[tuple[int, int], socket.socket] = {}
-        pending: dict[Channel, int] = {}  # ranks that are connected and not ready
+        pending: dict[Channel, int] = {}  # ranks that are connected but not ready
         with sock:
             self.pids = self.starter.start(specs, tick)
             # The ranks also wait for each other.
@@ -85,7 +85,7 @@ class Ranks:
             while len(streams) < 2 * world.size or pending:
                 readable = ready([sock, *pending], TICK_S)
                 tick()
-                if not readable:  # only now: a rank that has died may have sent the reason
+                if not readable:  # checked last: a rank that has died may have sent the reason
                     self._check_startup(deadline_s)
                 for end in readable:
                     if isinstance(end, Channel):
@@ -115,7 +115,7 @@ class Ranks:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
-        """The answers of ranks within `patience_s` seconds; what ranks print goes to `output`."""
+        """The ranks' answers within `patience_s` seconds; printed text goes to `output`."""
         sources: dict[Any, int] = {}
         for rank in range(self.size):
             for end in (self.controls[rank], self.outputs[rank]):
@@ -148,7 +148,7 @@ class Ranks:
         return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
-        """Read the output so far, and no more, as threads of the ranks may go on printing."""
+        """Read the output so far and stop, as threads on the ranks may keep printing."""
         for rank, sock in enumerate(self.outputs):
             left_bytes = MAX_BUFFERED_BYTES
             while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):

@@ -1,9 +1,9 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
-and needs a fifth of the memory. Slow imports that only some ranks need happen in the first quiet
-moment, for later ranks; in a notebook, which starts the server early, before the first ranks. The
-server never touches CUDA, which does not survive a fork. When the driver's end of the socket
+and needs a fifth of the memory. Slow imports that only some ranks need run once the server is idle,
+for later ranks; in a notebook, which starts the server early, they run before the first ranks.
+The server never touches CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
 """
 
@@ -27,7 +27,7 @@ QUIET_S = 0.5
 
 
 def main(fd: int, early: bool = False) -> None:
-    """Serve the driver on the socket `fd`. `early`: do the slow imports at once."""
+    """Serve the driver on the socket `fd`. `early`: run the slow imports at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     driver = Channel(socket.socket(fileno=fd))
     wake_up, bell = socket.socketpair()
@@ -60,7 +60,7 @@ def main(fd: int, early: bool = False) -> None:
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "fork":
                     if importer.ident is not None:
-                        importer.join()  # a fork copies one thread: locks of others would stay held
+                        importer.join()  # a fork copies one thread: others' locks would stay held
                     number, specs = body
                     pids: list[int] = []
                     problem = ""
@@ -70,7 +70,7 @@ def main(fd: int, early: bool = False) -> None:
                     except OSError as error:
                         problem = str(error)
                     children.update(dict.fromkeys(pids, number))
-                    with suppress(EOFError):  # the driver is gone: first handle what it sent before
+                    with suppress(EOFError):  # the driver is gone: handle its last requests first
                         driver.send(("forked", (number, pids, problem)))
     except EOFError:
         for pid in children:
@@ -91,7 +91,7 @@ def _import_modules() -> None:
 
 
 def _import_slow_modules() -> None:
-    """Import the modules that a first optimizer needs, which takes longer than all the others."""
+    """Import what the first optimizer needs, which takes longer than all other imports."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -117,7 +117,7 @@ def _fork(spec: Spec, inherited: list[socket.socket]) -> int:
 
 
 def _report_ends(driver: Channel, children: dict[int, int]) -> None:
-    """Send the driver each child that has ended: pid, wait status, peak memory in bytes."""
+    """Report each ended child to the driver: pid, wait status, peak memory in bytes."""
     for pid in list(children):
         with suppress(ChildProcessError, EOFError):
             ended, status, usage = os.wait4(pid, os.WNOHANG)

@@ -1,12 +1,12 @@
-"""`World`: rank processes that live beside the notebook and run functions and cells.
+"""`World`: rank processes that live alongside the notebook and run functions and cells.
 
     driver (the notebook)                     ranks (processes)
     World(4)  ── fork ──> warm server ──────> 0  1  2  3     one process group
-    world.run(fn) ── cloudpickle ───────────> fn() on each   their output is shown at once
+    world.run(fn) ── cloudpickle ───────────> fn() on each   output is shown immediately
               <── one value per rank ────────
     an exception ───────────────────────────> ranks live on if all have answered and nothing is
-                                              in flight; else all are killed, and the next run
-                                              starts new ones
+                                              in flight; else all ranks die, and the next run
+                                              starts new ranks
 
 Ranks are never repaired: a failed rank may have left its peers in the middle of a collective. New
 ranks start within a tenth of a second.
@@ -40,15 +40,15 @@ class World:
 
     Args:
         size: number of ranks.
-        backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL with a GPU for each rank
-            and no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the
-            CPU. `world.picked` gives the choice and the reason.
-        threads: torch threads on each rank.
+        backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL with one GPU per rank and
+            no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the CPU.
+            `world.picked` states the choice and the reason.
+        threads: torch threads per rank.
         timeout_s: seconds that a rank waits for another before the run fails.
-        link: models a network link, to see a slow network on one machine; `TwoLevel` for a cluster.
+        link: the network link to model, for a slow network on one machine; `TwoLevel`: a cluster.
         seed: for torch, numpy and Python, the same on every rank.
-        check: compare the ranks' calls, at about 15 microseconds a call. Off for benchmarks.
-        start: "fork" or "spawn"; default: fork where the platform has it.
+        check: compare the ranks' calls, at about 15 microseconds per call. False for benchmarks.
+        start: "fork" or "spawn"; default: fork where available.
         transport: "shm" (CPU tensors through memory that the ranks share) or "gloo" (messages).
             Default: gloo with a link; else LABKIT_TRANSPORT; else gloo if `backend` names it or
             the ranks use GPUs; else shm where available.
@@ -121,16 +121,16 @@ class World:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; returns one value per rank.
 
-        `fn` may be a lambda, a closure or a function of a notebook cell. GPU tensors return as CPU
-        tensors. Raises RankError if a rank fails, and says whether the ranks were stopped;
-        RankInterrupt if the user interrupts, which stops them. The next run starts new ranks.
+        `fn` may be a lambda, a closure or a function defined in a notebook cell. GPU tensors are
+        returned on the CPU. Raises RankError, saying whether the ranks were stopped, if one fails;
+        RankInterrupt if the user interrupts, which stops the ranks. The next run starts new ranks.
         """
         return self.run_on(range(self.size), fn, *args, **kwargs)
 
     def run_on(
         self, ranks: Sequence[int], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """As `run`, on `ranks` only. Raises ValueError for unknown or repeated ranks."""
+        """Like `run`, but only on `ranks`. Raises ValueError for unknown or repeated ranks."""
         if not callable(fn):
             raise TypeError(f"World.run needs a function; {fn!r} is a {type(fn).__name__}")
         try:
@@ -148,8 +148,8 @@ class World:
         ranks: Sequence[int] | None = None,
         as_text: bool = False,
     ) -> list[Any]:
-        """Run the statements of `source` in the namespace of each of `ranks`; returns the value of
-        the last expression for each rank, or with `as_text` its display form, a `cells.Shown`.
+        """Run the statements of `source` in the namespace of each rank in `ranks`; returns, per
+        rank, the last expression's value or, with `as_text`, its display form, a `cells.Shown`.
 
         Raises SyntaxError before any rank runs the cell.
         """
@@ -265,5 +265,5 @@ class World:
         return values
 
 
-if in_notebook():  # the server imports while this process does, too
+if in_notebook():  # the server then imports in parallel with this process
     warm_up_early()

@@ -229,10 +229,10 @@ def changed(**rows: Any) -> str:
      "no algorithm 'ring'"),
     (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
      "no algorithm 'ring'"),
-    (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot serve"),
+    (changed(all_reduce={"2": [{"from_bytes": 0, "algorithm": "gloo"}]}), "gloo cannot run every"),
     (changed(all_gather={"3": [{"from_bytes": 0, "algorithm": "recursive_doubling"}]}),
-     "all_gather on 3 ranks: recursive_doubling cannot serve"),
-    (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot serve"),
+     "all_gather on 3 ranks: recursive_doubling cannot run every"),
+    (changed(gather={"2": [{"from_bytes": 0, "algorithm": "tree"}]}), "tree cannot run every"),
 )  # fmt: skip
 def test_a_table_that_cannot_serve_is_refused_with_the_reason(
     text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

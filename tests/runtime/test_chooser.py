@@ -57,7 +57,7 @@ def test_a_call_overrules_the_environment_and_the_table(monkeypatch: pytest.Monk
     assert chooser.choose("reduce", 5) == "flat"
     assert "LABKIT_ALGO asks for it" in str(chooser.explain("all_reduce", 5))
     assert "the call asks for it" in str(chooser.explain("all_reduce", 5, asked="naive"))
-    three = Chooser(3, table=TABLE)  # where what the environment asks for cannot serve
+    three = Chooser(3, table=TABLE)  # cannot use the algorithm in LABKIT_ALGO
     assert three.choose("all_gather", 5) == "bruck"
     assert "LABKIT_ALGO asks for recursive_doubling, but" in three.explain("all_gather", 5).why
 
@@ -78,7 +78,7 @@ def test_bad_names_in_the_environment_are_errors_that_list_the_good_ones(
 
 def test_bad_names_in_a_call_are_errors() -> None:
     choose = Chooser(3).choose
-    gloos = "gloo's own all-reduce has only float32 and float64, no mean"
+    gloos = "gloo's own all-reduce supports only float32 and float64, no mean"
     raises("has no algorithm 'best'; choose one of", choose, "all_reduce", 1, True, "best")
     raises(gloos, choose, "all_reduce", 1, False, "gloo")
     power = "needs a power of two ranks, not 3; choose one of"
@@ -95,7 +95,7 @@ def test_the_explanation_has_the_threshold_and_the_source_of_the_table() -> None
     )
     assert "says gloo from 1000 bytes on. The" in str(chooser.explain("all_reduce", 5000, True))
     said = str(chooser.explain("all_reduce", 5000, gloo_can=False))
-    assert said.startswith("all_reduce by ring") and "cannot serve here, so ring is used" in said
+    assert said.startswith("all_reduce by ring") and "not available here, so ring is used" in said
     for collective in ALGORITHMS:  # it says what is done, always
         for nbytes in (0, 100, 1000):
             choice = chooser.explain(collective, nbytes)
@@ -179,7 +179,7 @@ def test_names_that_cannot_serve_are_refused_before_anything_moves() -> None:
     shapes = re.escape("ring_exchange: out is float32 [3], but x is float32 [4]; make them equal")
     with listen() as events:
         raises("choose one of naive, tree", comm.all_reduce, x, algorithm="best")
-        raises("has only float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
+        raises("supports only float32 and float64", comm.all_reduce, x.long(), algorithm="gloo")
         raises("choose one of flat, tree, chain", comm.broadcast, x, algorithm="ring")
         raises(shapes, comm.ring_exchange, x, torch.ones(4))
     assert not events
@@ -200,5 +200,5 @@ def test_a_tree_of_unequal_sizes_is_refused(world2: World) -> None:
         outs = [torch.ones(1), torch.ones(2)] if comm.rank == 0 else None
         comm.gather(torch.ones(1 + comm.rank), outs, algorithm="tree")
 
-    words = "gather by tree needs one size on all ranks, not"
+    words = "gather by tree needs equal sizes on all ranks, not"
     raises(words, world2.run, gather, error=RankError)

@@ -380,7 +380,7 @@ def test_a_message_of_another_length_is_an_error_where_nothing_is_compared() -> 
         comm = Comm()
         comm.recv(torch.ones(3), 0) if comm.rank else comm.send(torch.ones(2), 1)
 
-    words = "a message of 8 bytes came for a tensor of 12"
+    words = "a message of 8 bytes arrived for a tensor of 12"
     with World(2, transport="shm", check=False) as world:
         raises(words, world.run, mismatch, error=RankError)
 

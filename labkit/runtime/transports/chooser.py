@@ -1,15 +1,15 @@
-"""Choose the algorithm of an operation from its bytes and the number of ranks, by a stored table,
-so that results and bytes are the same in every run.
+"""Choose an operation's algorithm by its bytes and the number of ranks, from a stored table, so
+that results and bytes are the same in every run.
 
-The table (table.json) was measured once and says how. Overrides, the first match wins:
+The table (table.json) was measured once; its `source` says how. Overrides, the first match wins:
 
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
                                                               of a group, as NCCL reads NCCL_ALGO
-    LABKIT_TABLE="my/table.json"                              another table, for your own link:
+    LABKIT_TABLE="my/table.json"                              a different table, for your own link:
                                                               labkit bench collectives --fit
 
-All ranks must choose the same. `comm.explain("all_reduce", nbytes)` reports choice and reason.
+All ranks must choose alike. `comm.explain("all_reduce", nbytes)` reports the choice and the reason.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from labkit.events import ranks_in_words
 from labkit.foreign import brief, read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
-GLOO = "gloo"  # the backend's own all-reduce, in the table beside our algorithms
+GLOO = "gloo"  # the backend's own all-reduce, in the table with our algorithms
 TABLE = Path(__file__).parent / "table.json"
 
 
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """`algorithm` from `from_bytes` on; `otherwise` where that one cannot serve."""
+    """Use `algorithm` from `from_bytes` on, or `otherwise` where `algorithm` cannot be used."""
 
     from_bytes: int
     algorithm: str
@@ -63,8 +63,8 @@ class Chooser:
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
     def choose(self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = "") -> str:
-        """The name of the algorithm for `nbytes` (of all chunks together). `gloo_can`: gloo's own
-        serves this dtype and reduction. Raises ValueError if the algorithm `asked` cannot serve."""
+        """The algorithm's name for `nbytes` (all chunks together). `gloo_can`: gloo's all-reduce
+        supports this dtype and reduction. Raises ValueError if `asked` cannot be used."""
         if asked:
             if problem := self._problem(collective, asked, gloo_can):
                 raise ValueError(problem)
@@ -78,7 +78,7 @@ class Chooser:
     def explain(
         self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = ""
     ) -> Choice:
-        """Like `choose`, with the reason."""
+        """Like `choose`, but with the reason."""
         if collective not in ALGORITHMS:
             raise ValueError(
                 f"{collective!r} is not a collective; choose one of {', '.join(ALGORITHMS)}"
@@ -94,7 +94,7 @@ class Chooser:
         if row.from_bytes or above:
             why += f" from {row.from_bytes}" + (f" to {above - 1}" if above else " bytes on")
         if name != row.algorithm:
-            why += f", which cannot serve here, so {name} is used"
+            why += f", which is not available here, so {name} is used"
         if forced is not None:
             problem = self._problem(collective, forced, gloo_can)
             why += f" ({VARIABLE} asks for {forced}, but {problem})"
@@ -107,7 +107,7 @@ class Chooser:
         raise AssertionError("a table begins at 0 bytes")
 
     def _rows_of(self, collective: str) -> list[Row]:
-        """The rows, largest first, of the largest number of ranks in the table up to this one."""
+        """The rows, largest first, for the largest rank count in the table up to `self._size`."""
         by_size = self._table[collective]
         sizes = list(map(int, by_size))
         nearest = max((size for size in sizes if size <= self._size), default=min(sizes))
@@ -118,13 +118,13 @@ class Chooser:
         return sorted(rows, key=lambda row: row.from_bytes, reverse=True)
 
     def _problem(self, collective: str, name: str, gloo_can: bool) -> str:
-        """Why the algorithm cannot serve; empty if it can."""
+        """Why the algorithm cannot be used; empty if it can."""
         if name == GLOO and collective == "all_reduce":
             if gloo_can:
                 return ""
             return (
-                "gloo's own all-reduce has only float32 and float64, no mean and no modeled link; "
-                "use 'ring', the same algorithm"
+                "gloo's own all-reduce supports only float32 and float64, no mean and no modeled "
+                "link; use 'ring', the same algorithm"
             )
         check_name(collective, name)
         if (collective, name) in POWERS_OF_TWO_ONLY and self._size & (self._size - 1):
@@ -141,7 +141,7 @@ def names(collective: str) -> list[str]:
 
 
 def check_name(collective: str, name: str) -> None:
-    """Raises ValueError, listing the names, for an unknown algorithm."""
+    """Raises ValueError (listing the names) if `collective` has no algorithm `name`."""
     if name not in names(collective):
         raise ValueError(
             f"{collective} has no algorithm {name!r}; choose one of {', '.join(names(collective))}"
@@ -164,8 +164,8 @@ def overrides(text: str) -> dict[str, str]:
 
 
 def present_table() -> dict[str, Any]:
-    """The table in use, of LABKIT_TABLE or else labkit's own: collective -> ranks -> rows, and its
-    source. Raises ValueError for a missing or invalid file."""
+    """The table in use, from LABKIT_TABLE or else labkit's own: collective -> ranks -> rows, and
+    "source". Raises ValueError for a missing or invalid file."""
     if not (path := os.environ.get(TABLE_VARIABLE)):
         return stored_table()
     table = read_table(path)
@@ -173,13 +173,13 @@ def present_table() -> dict[str, Any]:
 
 
 def table_note() -> dict[str, str]:
-    """The table in use, for a run's notes: its file, the SHA-256 of its text, its source."""
+    """A description of the table in use, for a recorded run: file, SHA-256 and source."""
     path = os.environ.get(TABLE_VARIABLE, "")
     file = path or f"labkit/runtime/transports/{TABLE.name}"
     try:
         digest = hashlib.sha256(Path(path or TABLE).read_bytes()).hexdigest()
         source = (read_table(path) if path else stored_table())["source"]
-    except (OSError, ValueError) as error:  # the first collective raises it
+    except (OSError, ValueError) as error:  # the first collective will raise this error
         digest, source = "", str(error)
     return {"file": file, "sha256": digest, "source": source}
 
@@ -191,7 +191,7 @@ def stored_table() -> dict[str, Any]:
 
 
 def read_table(path: str | Path) -> dict[str, Any]:
-    """Read and validate a table. Raises ValueError with the problem of an invalid file."""
+    """Read and validate a table. Raises ValueError, with the problem, for an invalid file."""
     try:
         table = json.loads(read_file(path))
         if problem := _problem_of(table):
@@ -205,7 +205,7 @@ def read_table(path: str | Path) -> dict[str, Any]:
 
 
 def _problem_of(table: Any) -> str:
-    """The problem of a table; empty if it serves every collective on any number of ranks."""
+    """The first problem found in a table; empty if it covers every collective and rank count."""
     if not isinstance(table, dict) or not isinstance(table.get("source"), str):
         return "its source is missing"
     for collective in ALGORITHMS:
@@ -223,11 +223,11 @@ def _problem_of(table: Any) -> str:
 
 
 def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
-    """`served`: the numbers of ranks that use these rows."""
+    """The first problem found in `rows`; `served`: the rank counts that use these rows."""
     try:
         table_rows = [Row(**row) for row in rows]
     except TypeError:
-        return "a row needs from_bytes, algorithm and, where that cannot serve, otherwise"
+        return "a row needs from_bytes, algorithm and, where that cannot be used, otherwise"
     begins = [row.from_bytes for row in table_rows]
     if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
         return "from_bytes must be whole numbers of bytes, one of them 0"
@@ -239,5 +239,5 @@ def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
         check_name(collective, row.algorithm)
         check_name(collective, last)
         if last == GLOO or (collective, last) in limited:
-            return f"{last} cannot serve all calls; name an algorithm that can in `otherwise`"
+            return f"{last} cannot run every call; name an algorithm that can in `otherwise`"
     return ""

@@ -1,4 +1,4 @@
-"""torch.distributed's own collectives, and fake ones."""
+"""torch.distributed's own collectives, and fake communication for dry runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """torch.distributed's own collectives, for NCCL. Events have the bytes of the formulas."""
+    """torch.distributed's own collectives, for NCCL. Events report bytes by formula."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -67,7 +67,7 @@ class Native(Transport):
         return dist.barrier(self.group, async_op=True)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
-        """One batch: alone, NCCL's send would wait for the receive that follows it."""
+        """Batch send and receive: a separate NCCL send would wait for a receive not yet posted."""
         n = len(self._global)
         leaving = x.clone() if n == 1 or share_memory(x, out) else x
         if n == 1:
@@ -88,7 +88,7 @@ class Native(Transport):
 
 
 class All:
-    """Several works as one, without a byte count: events have the bytes of the formulas."""
+    """Several works as one, without a byte count: events report bytes by formula."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works
@@ -102,7 +102,7 @@ class All:
 
 
 class Nothing(Transport):
-    """Fake communication, for dry runs: operations end at once and move nothing."""
+    """Fake communication, for dry runs: operations end immediately and move no data."""
 
     name = "fake"
 

@@ -1,13 +1,13 @@
 """The transports of a communicator, which move the bytes.
 
     SendReceive   the readable algorithms over messages (any group with a modeled `Link`); without
-                  a link also gloo's all-reduce of fp32 and fp64
+                  a link, also gloo's own all-reduce for fp32 and fp64
     Native        the backend's own collectives: NCCL (native.py)
     Nothing       a fake process group: events are recorded, nothing moves
     Shared        memory that the ranks of one machine share (shm)
 
-Why not all of gloo's own collectives: its reduce-scatter is an all-reduce inside and moves twice
-the bytes, and several dtypes are missing. Its all-reduce is a ring like ours, with equal bytes.
+gloo's other collectives are not used: its reduce-scatter runs an all-reduce, which moves twice the
+bytes, and several dtypes are unsupported. Its all-reduce is a ring like ours, with equal bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 
 class SendReceive(Transport):
     """The algorithms of `labkit.comm.collectives`; asynchronous ones run on a lane. The work's
-    `wait` returns the bytes this rank sent. `gloo`, if given, has its own all-reduce."""
+    `wait` returns the bytes this rank sent. `gloo`, if given, runs gloo's own all-reduce."""
 
     name = "gloo"
 
@@ -151,6 +151,6 @@ def _check_sizes(collective: str, chunks: Sequence[torch.Tensor] | None, algorit
     sizes = [chunk.numel() for chunk in chunks or ()]
     if (collective, algorithm) in EQUAL_SIZES_ONLY and len(set(sizes)) > 1:
         raise ValueError(
-            f"{collective} by {algorithm} needs one size on all ranks, not {sizes}: the ranks in "
-            "between must know how many elements arrive; use 'flat'"
+            f"{collective} by {algorithm} needs equal sizes on all ranks, not {sizes}: ranks that "
+            "forward data must know how many elements arrive; use 'flat'"
         )

@@ -11,7 +11,7 @@ from labkit.runtime.transports.wire import Work
 
 
 class Kind(NamedTuple):
-    """Dtype and reduction ("" for none): not every algorithm serves all of them."""
+    """Dtype and reduction ("" for none); not every algorithm supports every combination."""
 
     dtype: torch.dtype
     op: str
@@ -25,21 +25,21 @@ class Call(NamedTuple):
     algorithm: str
 
 
-Chosen = tuple["Transport", str]  # and the name of its algorithm
+Chosen = tuple["Transport", str]  # with the algorithm's name
 
 
 class Transport(Protocol):
-    """Runs the operations of one group. Tensors are flat and contiguous, roots are ranks inside the
-    group, `chunks` are n tensors, chunk i belonging to rank i."""
+    """Runs the operations of one group. Tensors are flat and contiguous, roots are ranks in the
+    group, and `chunks` are n tensors, chunk i for rank i."""
 
-    name: str = ""  # as `CommEvent.transport` has it
-    forced: Mapping[str, str] = {}  # collective -> algorithm that LABKIT_ALGO asks for
+    name: str = ""  # for `CommEvent.transport`
+    forced: Mapping[str, str] = {}  # collective -> algorithm from LABKIT_ALGO
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        """The algorithm for an operation of `nbytes` in all, and why."""
+        """The algorithm for an operation of `nbytes` in total, and why."""
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
-        """The transport to run it, and the algorithm. Raises ValueError if `asked` cannot serve."""
+        """The operation's transport and algorithm. Raises ValueError if `asked` cannot be used."""
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat CPU tensor, in memory that all ranks share if possible."""
@@ -60,11 +60,11 @@ class Transport(Protocol):
 
 
 def private(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy if it may overlap with one of the others."""
+    """`x`, or a copy if `x` may overlap with any of `others`."""
     return x.clone() if share_memory(x, *others) else x
 
 
 def share_memory(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether `x` has the storage of one of the others, and so may overlap with it."""
+    """Whether `x` shares its storage with any of `others`, and so may overlap with it."""
     storage = x.untyped_storage().data_ptr()
     return any(other.untyped_storage().data_ptr() == storage for other in others)

@@ -1,5 +1,5 @@
-"""Send and receive over a process group, on which all readable collectives are written. `PacedWire`
-delays each message until a `Link` would have delivered it; the receiver really waits for it.
+"""Send and receive over a process group, the basis of all readable collectives. `PacedWire` delays
+each message until a `Link` would have delivered it, so that the receiver really waits.
 """
 
 import os
@@ -28,7 +28,7 @@ class Work(Protocol):
 
 
 class Wire:
-    """Messages in one group: contiguous tensors of any dtype. `nodes`: the ranks by machine."""
+    """Messages in one group: contiguous tensors of any dtype. `nodes`: the ranks per machine."""
 
     nodes: Sequence[Sequence[int]]
 
@@ -43,12 +43,12 @@ class Wire:
         return dereferenced(self._group).send([as_bytes(x)], peer, tag)
 
     def irecv(self, x: torch.Tensor, peer: int, tag: int) -> Work:
-        """Post `x` to be filled with the next message from `peer` under `tag`."""
+        """Post a receive into `x` of the next message from `peer` with `tag`."""
         return dereferenced(self._group).recv([as_bytes(x)], peer, tag)
 
 
 class PacedWire(Wire):
-    """Messages over the process's one modeled link of speed `link`, or one for each level."""
+    """Messages over the process's modeled link of speed `link`, or over one link per level."""
 
     def __init__(self, group: Any, link: Link | TwoLevel):
         super().__init__(group)
@@ -92,13 +92,13 @@ class Outgoing:
             return Departing(self._lane.put(LaneWork(deliver)))
 
 
-# The links of this process, by level and speed: two levels of one speed are still two links.
+# The links of this process, by level and speed: levels of equal speed still have separate links.
 _outgoing: dict[tuple[str, Link], Outgoing] = {}
 _outgoing_lock = threading.Lock()
 
 
 def paced_bytes(link: Link) -> int:
-    """Bytes that this process has sent so far over its modeled links of the speed of `link`."""
+    """Bytes sent so far by this process over modeled links of speed `link`."""
     with _outgoing_lock:
         return sum(out.sent_bytes for (_, speed), out in _outgoing.items() if speed == link)
 
@@ -117,8 +117,8 @@ class Departing:
 
 
 class Posted:
-    """A gloo message for callers that poll or drop it. A thread waits for it then: gloo's own work
-    is never done before it is waited for, and a message is lost if its work is dropped."""
+    """A gloo message that callers may poll or drop. A thread then waits for it, because gloo's work
+    completes only when waited for, and dropping the work would lose the message."""
 
     def __init__(self, work: Work):
         self._work: Work | None = work
@@ -135,7 +135,7 @@ class Posted:
         if self._work is not None and self._waiter is None:
             self._waiter = LaneWork(self._work.wait)
             threading.Thread(target=self._waiter.run, name="labkit message", daemon=True).start()
-            self._waiter.wait_for(0.001)  # so that the first answer is also right
+            self._waiter.wait_for(0.001)  # so that the first poll is correct, too
         return self._waiter is None or self._waiter.is_completed()
 
     def __del__(self) -> None:
@@ -160,7 +160,7 @@ class Lane:
 def _run(tasks: "queue.SimpleQueue[LaneWork | None]") -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # and the tensors with it
+        del task  # frees its tensors
 
 
 class LaneWork:
@@ -182,7 +182,7 @@ class LaneWork:
         except BaseException as error:  # raised in `wait`
             self._error = error
         self.ended_s = time.monotonic()
-        self._function = None  # lets go of the tensors
+        self._function = None  # frees the tensors
         self._pending.release()
         return self
 
@@ -202,7 +202,7 @@ class LaneWork:
 
 
 def dereferenced(group: "ref[Any]") -> Any:
-    """The process group; a weak reference lets it close its sockets when it is destroyed."""
+    """The process group, weakly referenced so that destroying the group closes its sockets."""
     process_group = group()
     if process_group is None:
         raise RuntimeError("the process group was destroyed; create a new Comm")
@@ -210,8 +210,8 @@ def dereferenced(group: "ref[Any]") -> Any:
 
 
 def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:
-    """The ranks of a group on each machine, counted inside the group. Ranks per machine are
-    `per_node`, or torchrun's LOCAL_WORLD_SIZE; without either, all ranks are on one machine."""
+    """Group ranks per machine. Each machine has `per_node` global ranks, by default torchrun's
+    LOCAL_WORLD_SIZE; without either, all ranks are on one machine."""
     above_all = len(global_ranks) + max(global_ranks)
     per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or above_all)
     ranks = range(len(global_ranks))

@@ -1,15 +1,15 @@
-"""The collectives through the slots. Each takes flat tensors and returns the bytes that this rank
-copied into its slot and out of all slots. (n ranks, S bytes, rank r.)
+"""Collectives through the slots. Each takes flat tensors and returns the bytes that this rank
+copied into its slot and out of all slots. Notation: rank r of n ranks, S bytes in total.
 
-An all-reduce on 3 ranks, one piece; x012 is the reduction of all three, a line is a stage:
+An all-reduce of one piece on 3 ranks, one line per stage; x012 is the reduction of x0, x1 and x2:
 
                 rank 0's slot           rank 1's slot           rank 2's slot
     FILLED      .     x0[1]  x0[2]      x1[0]  .     x1[2]      x2[0]  x2[1]  .
     REDUCED     x012[0]  ..             ..  x012[1]  ..         ..     x012[2]
-    then each copies the three slices of the result out of the three slots.
+    then each rank copies the three slices of the result out of the three slots.
 
-One rank reduces each slice, in rank order: the result is bitwise equal on all ranks and in all
-runs.
+One rank reduces each slice, in rank order, so that the result is bitwise equal on all ranks and in
+all runs.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ from labkit.runtime.transports.shm.slots import (
 from labkit.runtime.transports.shm.symmetric import Symmetric
 from labkit.runtime.transports.transport import private, share_memory
 
-# Reduces two tensors into a third, which may be either of them.
+# Functions that reduce two tensors into `out`, which may be either input.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,  # and a division at the end
@@ -40,8 +40,8 @@ PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "max": torch.maximum,
     "product": torch.mul,
 }
-AT_ONCE_BYTES = 1 << 15  # up to this size every rank reduces the whole tensor: one wait less
-GRAIN_BYTES = 1 << 18  # of symmetric memory reduced at once: it fits in the cache
+AT_ONCE_BYTES = 1 << 15  # up to this size, every rank reduces the whole tensor, to save a wait
+GRAIN_BYTES = 1 << 18  # of symmetric memory to reduce at once: fits in the cache
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
@@ -51,7 +51,7 @@ def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
 
 def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
     """Reduce `x` on all ranks; with a `root`, on that rank only. Copies: (n-1)/n S in, S out; for a
-    small `x` S in, and every rank reduces the whole tensor."""
+    small `x`, S in only, as every rank reduces the whole tensor."""
     wanted = root is None or root == slots.rank
     if x.nbytes <= min(AT_ONCE_BYTES, slots.slot_bytes):
         return _reduce_at_once(slots, x, op, wanted)
@@ -81,8 +81,8 @@ def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) 
 def all_reduce_symmetric(
     slots: Slots, x: torch.Tensor, shared: Symmetric, begin: int, op: str
 ) -> int:
-    """Reduce `x`, which lies at `begin` in this rank's part of `shared`. Copies: (n-1)/n S, out
-    (picture in symmetric.py). If another rank's lies elsewhere, all start again with slots."""
+    """Reduce `x`, which begins at byte `begin` of this rank's part of `shared`. Copies: (n-1)/n S
+    out (see symmetric.py). If a rank's tensor begins elsewhere, all ranks fall back to slots."""
     own, offset = slices(x, slots.size)[slots.rank]
     slots.begin(shared.place(begin))
     slots.announce(FILLED)
@@ -151,14 +151,14 @@ def all_gather(slots: Slots, chunks: Chunks, x: torch.Tensor) -> int:
 
 
 def broadcast(slots: Slots, x: torch.Tensor, root: int) -> int:
-    """`x` becomes the root's. Copies: S in on the root, S out on the others."""
+    """`x` becomes the root's `x`. Copies: S in on the root, S out on the other ranks."""
     at_root = slots.rank == root
     leaving, arriving = ([(x, 0)], []) if at_root else ([], [(x, root, 0)])
     return _move(slots, pieces(slots, x.nbytes, slots.slot_bytes, x), leaving, arriving)
 
 
 def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
-    """chunks[i] on the root becomes rank i's `x`. Copies: S/n in, on the root the others' out."""
+    """chunks[i] on the root becomes rank i's `x`. Copies: S/n in; on the root, (n-1)/n S out."""
     leaving, arriving = [(x, 0)], []
     if chunks is not None:
         chunks[root].copy_(x)
@@ -167,7 +167,7 @@ def gather(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> i
 
 
 def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> int:
-    """`x` becomes the root's chunk r. Copies: on the root the others' in, S/n out."""
+    """`x` becomes the root's chunk r. Copies: S/n out; on the root, (n-1)/n S in."""
     room_bytes = part_bytes(slots)
     leaving, arriving, longest_bytes = [], [(x, root, slots.rank * room_bytes)], 0
     if chunks is not None:
@@ -182,7 +182,7 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
-    """outs[i] becomes rank i's ins[r]. Copies: all chunks but this rank's in, as many out."""
+    """outs[i] becomes rank i's ins[r]. Copies: all chunks except this rank's in, as many out."""
     ins = [private(x, *outs) for x in ins]
     outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)
@@ -211,7 +211,7 @@ def _move(
     arriving: list[tuple[torch.Tensor, int, int]],
 ) -> int:
     """For each piece, fill this rank's slot from `leaving` (tensor, first byte in the slot), then
-    read into `arriving` (tensor, rank of the slot, first byte there)."""
+    read into `arriving` (tensor, rank of the slot, first byte in that slot)."""
     copied_bytes = 0
     for begin, end in bounds:
         for x, place in leaving:

@@ -1,19 +1,19 @@
-"""Memory shared by several processes: words that announce progress, and data behind them.
+"""Memory shared by several processes: words that announce progress, followed by data.
 
 Each process opens or creates the file, sets its size (new bytes are zero) and writes "I have it".
-The first to see that all have it removes the name; the memory lives while any process maps it, so
-that nothing remains however the ranks end.
+The first to see that all have mapped it deletes the file name; the memory lives while any process
+maps it, so that nothing remains however the ranks end.
 
-Each word has one writer, which writes it in one aligned store, so it needs no lock. A reader polls
-for a while (the answer often comes within microseconds), then sleeps until the writer wakes it: on
-Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in
-growing naps. A waiting rank thus leaves its core, and Python's lock, to others.
+Each word has one writer, which uses a single aligned store, so no lock is needed. A reader polls
+for a while (the word often changes within microseconds), then sleeps until the writer wakes it: on
+Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in naps
+of growing length. A waiting rank thus leaves its core, and Python's lock, to other threads.
 
     writer                                    reader
-    copies the data                           word < expected: "I sleep" (one more in my note)
+    copies the data                           word < expected: add 1 to my count of sleepers
     fence                                     fence
-    word = 7                                  sleep while the word is what I saw
-    fence                                     awake: one less in my note; look again
+    word = 7                                  sleep while the word is unchanged
+    fence                                     awake: subtract 1 from my count; look again
     any sleepers? wake those on this word     fence; read the data
 
 Without the fences the processor may reorder loads and stores: a reader could see the word before
@@ -37,19 +37,19 @@ import torch
 WORD_BYTES = 8
 ALIGNED = 64  # bytes of a cache line, to which each rank's data is aligned
 HERE, GONE = 1, 2  # state of a process: "I have it mapped", "I gave up, for good"
-LOOKS, TURNS = 40, 12  # polls before the core is yielded, and how often it is
+LOOKS, TURNS = 40, 12  # polls before yielding the core, and number of yields
 X86 = platform.machine() in ("x86_64", "AMD64")
 SLEEP_S = 0.1  # after which a sleeper polls again
-NAPS_S = 20e-6, 1e-3  # the first and the longest, without futex
+NAPS_S = 20e-6, 1e-3  # first and longest nap, without futex
 
 
 class Region:
     """`words` integers and, from `data` on, `data_bytes` bytes, shared by `parties` processes, of
-    which this one is number `me`. Raises RuntimeError if there is no room."""
+    which this process is number `me`. Raises RuntimeError if there is no room."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
-        self._here = range(words, words + parties)  # a word of each process: "I have it", ...
-        notes = [self._here.stop + process for process in range(parties)]  # sleeping threads
+        self._here = range(words, words + parties)  # a word per process: HERE or GONE
+        notes = [self._here.stop + process for process in range(parties)]  # counts of sleepers
         self.data = -(-(notes[-1] + 1) * WORD_BYTES // ALIGNED) * ALIGNED
         self.memory = _map(path, self.data + data_bytes)
         self._words = memoryview(self.memory).cast("Q")
@@ -59,7 +59,7 @@ class Region:
         self._sleepers = threading.Lock()  # threads of this process share its note
         self.announce(self._own, HERE)
         if all(self[word] for word in self._here):
-            with suppress(OSError):  # two may see it at once
+            with suppress(OSError):  # two processes may see this at once
                 path.unlink()
 
     def address(self, begin: int) -> int:
@@ -70,7 +70,7 @@ class Region:
         """`numel` elements from the data's byte `begin` on."""
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
-        with torch.inference_mode(False):  # it may be written to later, outside such a block
+        with torch.inference_mode(False):  # may be written later, outside inference mode
             return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=self.data + begin)
 
     def __getitem__(self, word: int) -> int:
@@ -100,7 +100,7 @@ class Region:
 
     def wait(self, word: int, value: int, deadline_s: float, on: Sequence[int]) -> bool:
         """Wait until a word is at least `value`; False after `deadline_s`, or once a process
-        in `on` gives up (which wakes no sleeper: they poll again soon enough)."""
+        in `on` gives up (which wakes no sleepers: they poll again within SLEEP_S)."""
         words = self._words
         for _ in range(TURNS):
             for _ in range(LOOKS):
@@ -130,7 +130,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     file = None
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        if hasattr(os, "posix_fallocate"):  # otherwise a full disk shows only as a crash
+        if hasattr(os, "posix_fallocate"):  # otherwise a full disk causes a crash later
             os.posix_fallocate(file, 0, nbytes)
         else:
             os.ftruncate(file, nbytes)
@@ -149,7 +149,7 @@ _hinge = threading.Lock()
 
 
 def fence() -> None:
-    """No load or store passes it: none crosses a lock's release followed by an acquire."""
+    """A full fence: no load or store crosses a lock's release followed by an acquire."""
     with _hinge:
         pass
     with _hinge:
@@ -162,7 +162,7 @@ def in_order() -> None:
         fence()
 
 
-# --- what the kernel does -----------------------------------------------------------------------
+# --- system calls -------------------------------------------------------------------------------
 
 
 class _Timespec(ctypes.Structure):
@@ -170,7 +170,7 @@ class _Timespec(ctypes.Structure):
 
 
 FUTEX_WAIT, FUTEX_WAKE, ALL_SLEEPERS = 0, 1, 2**31 - 1
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # its number among the system calls
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}  # the system call's number
 _system_call: Callable[..., int] | None = None
 if sys.platform == "linux" and sys.byteorder == "little" and platform.machine() in _FUTEX:
     _system_call = ctypes.CDLL(None).syscall

@@ -1,18 +1,18 @@
-"""Messages through shared memory: a ring of bytes from each rank to each other.
+"""Messages through shared memory: a ring of bytes per pair of sender and receiver.
 
     words:  written (by the sender) | read (by the receiver) | taken 0, 1, ... (by the receiver)
     ring:   ... | tag, length | data ...... | tag, length | data ... |
                  ^ read                              written ^
 
 The sender (outbox) appends while there is room, the receiver (inbox) empties the ring; both count
-bytes since the beginning. A message longer than the ring flows through it. The caller copies what
+bytes from the start. A message longer than the ring passes through in parts. The caller copies what
 fits or what it waits for; a thread of the ring copies the rest while both ends compute.
 
-A receiver may want the message under tag 1 before that under tag 0: messages without a receive are
-kept in private memory. A message is *taken* when a receive has it: then its number is written into
-`taken`, and only then is its send over, as over a link without a buffer. (So two ranks that both
-send first deadlock, however short the messages.) Copies: S on the sender, S on the receiver, and
-once more for a message that was kept.
+A receiver may request tag 1 before tag 0: messages without a matching receive are kept in private
+memory. A message is *taken* once a receive has all of it: its number is then written to `taken`,
+and only then does the send complete, as on a link without a buffer. (Two ranks that both send
+first therefore deadlock, however short the messages.) Copies: S on the sender, S on the receiver,
+and S more on the receiver for a message that was kept.
 """
 
 import struct
@@ -33,8 +33,8 @@ from labkit.runtime.transports.wire import Lane, LaneWork
 
 RING_BYTES = 1 << 20  # a multiple of HEAD.size
 HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
-MAX_UNTAKEN = 2048  # messages per direction; one more waits for the first to be taken
-GRAIN_BYTES = 1 << 18  # of a long message: enough to wake the other end for
+MAX_UNTAKEN = 2048  # messages per direction; the next one waits until the first is taken
+GRAIN_BYTES = 1 << 18  # of a long message, to copy before waking the other end
 WRITTEN, READ, TAKEN = 0, 1, 2
 SENDER, RECEIVER = 0, 1
 
@@ -60,7 +60,7 @@ class Ring:
         return self.region.gave_up(SENDER) or self.region.gave_up(RECEIVER)
 
     def give_up(self) -> None:
-        """Move nothing more; the other end must not wait."""
+        """Stop moving data and make the other end stop waiting."""
         with self._lock:
             self.region.give_up()
 
@@ -74,7 +74,7 @@ class Ring:
         return self.region.data + position % RING_BYTES
 
     def _spans(self, position: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(address in the ring, bytes before it, its bytes) from `position` on, around the end."""
+        """Contiguous spans from `position` on: (address in the ring, offset in the data, bytes)."""
         done = 0
         while done < nbytes:
             at = (position + done) % RING_BYTES
@@ -134,7 +134,7 @@ class Outbox(Ring):
 
 
 class Sent:
-    """A message in flight; its send is over when it is taken."""
+    """A message in flight; its send completes when the message is taken."""
 
     def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
         self._outbox, self._number = outbox, number
@@ -153,7 +153,7 @@ class Sent:
 
 
 class Inbox(Ring):
-    """The receiver's end of a ring: messages by tag, kept until they are wanted."""
+    """The receiver's end of a ring: messages by tag, kept until requested."""
 
     end = RECEIVER
 
@@ -184,8 +184,8 @@ class Inbox(Ring):
             self.wait(WRITTEN, read + 1, deadline_s)
 
     def read_without(self, received: "Received") -> int | None:
-        """Empty the ring. None if `received` is done, otherwise the bytes read so far, behind which
-        its message comes (read under the lock: other threads empty the ring, too)."""
+        """Empty the ring. Returns None if `received` is done, else the bytes read so far, which its
+        message follows (read under the lock: other threads empty the ring, too)."""
         with self._lock:
             if not received.done:
                 self._take_out()
@@ -215,7 +215,7 @@ class Inbox(Ring):
             self.region.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins, bound for its receive or for private memory."""
+        """The message that begins, to be read into its receive's tensor or private memory."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -228,13 +228,13 @@ class Inbox(Ring):
         return message
 
     def _hand_over(self, message: "Arriving") -> None:
-        """Mark the message as taken if it is complete and wanted."""
+        """Mark the message as taken if it is complete and has a receive."""
         received = message.receive
         if received is None or message.left_bytes:
             return
         if received.x.nbytes != message.x.nbytes:
             received.problem = (
-                f"a message of {message.x.nbytes} bytes came for a tensor of {received.x.nbytes}"
+                f"a message of {message.x.nbytes} bytes arrived for a tensor of {received.x.nbytes}"
             )
         elif message.x is not received.x:
             copy(received.x.data_ptr(), message.x.data_ptr(), message.x.nbytes)
@@ -250,7 +250,7 @@ class Arriving:
 
 
 class Received:
-    """A receive: done when its message is in `x`."""
+    """A receive, done once its message is in `x`."""
 
     def __init__(self, inbox: Inbox, x: torch.Tensor):
         self._inbox, self.x = inbox, x
@@ -274,5 +274,5 @@ def taken_word(number: int) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Rounded up, so that the next head is aligned."""
+    """`nbytes` rounded up so that the next head is aligned."""
     return -(-nbytes // HEAD.size) * HEAD.size

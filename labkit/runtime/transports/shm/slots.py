@@ -1,17 +1,17 @@
-"""The slots of a group: where each rank puts a piece of its tensor for the others.
+"""The slots of a group, where each rank puts a piece of its tensor for other ranks to read.
 
-    | words: stage of each rank, note of each slot | rank 0: slot, slot | rank 1: slot, slot | ...
+    | words: a stage per rank, a note per slot | rank 0: slot, slot | rank 1: slot, slot | ...
 
-A collective is split into pieces that fit a slot. Pieces are numbered alike on all ranks, through
-the life of the group; piece p uses slot p modulo 2. For every piece each rank announces the same
-three stages in its word, as 3 p + stage:
+A collective is split into pieces that fit a slot. Pieces are numbered over the group's lifetime,
+equally on all ranks; piece p uses slot p modulo 2. For every piece, each rank announces three
+stages in its word, as 3 p + stage:
 
-    FILLED    the data that others read is in my slot
-    REDUCED   so is my slice of the result
-    DONE      I need no other slot any more
+    FILLED    the data for other ranks is in my slot
+    REDUCED   my slice of the result is in my slot
+    DONE      I no longer need the other ranks' slots
 
-Two slots let a rank fill the next piece while others still read this one: a slot is rewritten once
-all ranks are DONE with its piece.
+Two slots let a rank fill the next piece while others still read this one: a slot is rewritten only
+after all ranks are DONE with its piece.
 """
 
 import ctypes
@@ -26,14 +26,14 @@ from labkit.runtime.transports.shm.region import ALIGNED, Region
 FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
-MAX_BYTES = 32 << 20  # of all slots of a group: with many ranks they are smaller
+MAX_BYTES = 32 << 20  # for all slots of a group: many ranks get smaller slots
 NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
-MAX_VIEWS = 512  # that are cached
+MAX_VIEWS = 512  # in the cache
 
 
 class Slots:
     """Rank `rank`'s view of the slots of `size` ranks, in the file `path`. Raises RuntimeError
-    after waiting for `timeout_s`, or for a rank that gave up."""
+    if a wait exceeds `timeout_s` or another rank gave up."""
 
     def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -79,15 +79,15 @@ class Slots:
         return self._views[key]
 
     def notes(self) -> list[int]:
-        """All ranks' notes on this piece, once all are FILLED."""
+        """All ranks' notes on this piece, valid once all ranks have FILLED their slots."""
         return [self._region[self._note(rank)] for rank in range(self.size)]
 
     def agree(self) -> bool:
-        """Whether the notes of all ranks are equal, once all are FILLED."""
+        """Whether all ranks' notes are equal, valid once all ranks have FILLED their slots."""
         return len({*self.notes()}) == 1
 
     def exchange(self, note: int) -> list[int]:
-        """All ranks' `note`, exchanged in an empty piece."""
+        """All ranks' `note`s, exchanged with an empty piece."""
         self.begin(note)
         self.announce(FILLED)
         self.wait(self.others, FILLED)
@@ -116,7 +116,7 @@ class Slots:
             if not arrived:
                 deadline_s = deadline_s or time.monotonic() + self.timeout_s
                 arrived = region.wait(rank, value, deadline_s, (rank,))
-            if region.gave_up(rank):  # even after announcing: no result of half the ranks
+            if region.gave_up(rank):  # even after announcing: no partial results
                 raise RuntimeError(f"rank {rank} of the group gave up after an error")
             if not arrived:
                 raise RuntimeError(
@@ -142,7 +142,7 @@ def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
 def pieces(
     slots: Slots, longest_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """(begin, end) in elements of each piece of the longest tensor; a shorter one ends earlier."""
+    """(begin, end) in elements of each piece of the longest tensor; a shorter tensor ends early."""
     step = room_bytes // x.element_size()
     for begin in range(0, longest_bytes // x.element_size(), step):
         slots.begin()
@@ -153,7 +153,7 @@ def pieces(
 def agreed_pieces(
     slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """Like `pieces`, if no rank knows the longest tensor: each notes its own length."""
+    """Like `pieces`, if no rank knows the longest tensor: each rank's note is its own length."""
     step, begin, numel = room_bytes // x.element_size(), 0, 1
     while begin < numel:
         slots.begin(own_bytes)
@@ -166,5 +166,5 @@ def agreed_pieces(
 
 
 def part_bytes(slots: Slots) -> int:
-    """Bytes in a slot for each rank."""
+    """Bytes per rank in a slot."""
     return slots.slot_bytes // slots.size // ALIGNED * ALIGNED

@@ -1,8 +1,8 @@
-"""Symmetric memory: a tensor that each rank of a group has in memory that all of them can reach.
+"""Symmetric memory: a tensor on each rank of a group, in memory that all ranks can access.
 
-All ranks create it together, each one part, of equal size. Its all-reduce needs no slots:
-once all are FILLED, rank r alone uses slice r of every part, until it has written the result to all
-of them. x012 is the reduction of all three, a line is a stage:
+All ranks create it together, one part per rank, of equal size. Its all-reduce needs no slots: once
+all ranks are FILLED, rank r alone uses slice r of every part until it has written the result to
+every part. One line per stage; x012 is the reduction of x0, x1 and x2:
 
                 rank 0's part           rank 1's part           rank 2's part
     FILLED      x0[0] x0[1] x0[2]       x1[0] x1[1] x1[2]       x2[0] x2[1] x2[2]
@@ -23,9 +23,9 @@ import torch
 from labkit.runtime.transports.shm.region import ALIGNED, Region
 from labkit.runtime.transports.shm.slots import NOTHING, Slots, copy
 
-MAX_FREE_FRACTION = 0.5  # of the free shared memory, at most, for one tensor,
-RESERVE_BYTES = 48 << 20  # which leaves this much for the slots of later groups
-PLACE_BITS = 40  # of a place: the byte; the bits above are the memory's number
+MAX_FREE_FRACTION = 0.5  # largest share of the free shared memory for one tensor
+RESERVE_BYTES = 48 << 20  # of shared memory, left free for the slots of later groups
+PLACE_BITS = 40  # low bits of a place: the byte; high bits: the memory's number
 
 
 class Symmetric:
@@ -41,7 +41,7 @@ class Symmetric:
         self._region = Region(path, rank, size, 0, size * self._stride)
 
     def place(self, begin: int) -> int:
-        """A number, never 0, that is equal on all ranks for the same bytes."""
+        """A nonzero number, equal on all ranks for the same memory and byte."""
         return (self.number << PLACE_BITS) | begin
 
     def part(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,14 +54,14 @@ class Symmetric:
 
 
 class SymmetricTensors:
-    """This rank's symmetric tensors, by the address of their part."""
+    """This rank's symmetric tensors, by the address of this rank's part."""
 
     def __init__(self) -> None:
         self._made = 0
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new tensor; None on all ranks if one lacks room or sizes differ."""
+        """This rank's part of a new tensor; None on all ranks if any lacks room or sizes differ."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
         shared, nbytes = None, numel * dtype.itemsize
@@ -78,7 +78,7 @@ class SymmetricTensors:
         return own
 
     def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """The memory in which `x` lies and its first byte there; None for other tensors."""
+        """The symmetric memory that contains `x`, and its offset there in bytes; else None."""
         if not self._by_address:
             return None
         start = x.untyped_storage().data_ptr()

@@ -32,13 +32,13 @@ def _through_slots(collective: Callable[..., int]) -> Callable[..., Work]:
 
 
 class Shared(Transport):
-    """Rank `rank` of the `size` ranks of one group on this machine, which share the file `place`
-    and files beside it. CPU tensors only. `messages` runs algorithms requested by name.
+    """Rank `rank` of a group of `size` ranks on this machine, which share the file `place` and
+    files next to it. CPU tensors only. `messages` runs algorithms requested by name.
 
-    Collectives run in call order: a blocking one in the caller's thread, an asynchronous one (and
-    those behind it) on a lane. The work's `wait` returns the bytes this rank copied. Memory is
-    mapped at first use. After a failed operation (a peer timed out, say) a rank stays out of step:
-    it gives up, so that the others fail, too, and refuses all later calls of the group.
+    Collectives run in call order: blocking calls in the caller's thread, asynchronous calls (and
+    calls queued behind them) on a lane. The work's `wait` returns the bytes this rank copied.
+    Memory is mapped at first use. After a failed operation (a peer timed out, say), a rank is out
+    of step: it gives up, so that other ranks fail, too, and refuses all later calls of the group.
     """
 
     name = "shm"
@@ -51,7 +51,7 @@ class Shared(Transport):
         self._rings: dict[tuple[int, int], Ring] = {}  # by source and target rank
         self.broken = ""  # the first error
         self._lane: Lane | None = None
-        self._last: LaneWork | None = None  # of those on the lane
+        self._last: LaneWork | None = None  # the last work on the lane
         self._choosing, self._turn = threading.Lock(), threading.Lock()
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
@@ -106,9 +106,9 @@ class Shared(Transport):
             self._slots.give_up()
 
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # the slots are as good for it
+        if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # slots are as fast at this size
             return super().symmetric_empty(numel, dtype)
-        made: list[torch.Tensor | None] = []  # not the work's value: the last work on a lane stays
+        made: list[torch.Tensor | None] = []  # not the work's value: a lane's last work stays alive
 
         def make(slots: Slots) -> None:
             made.append(self._symmetric.make(slots, self._path, numel, dtype))

@@ -63,7 +63,7 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     assert shown.pattern == 0x3C01 and shown.step.value == 0x3C01
     assert shown.picture.value != before
     assert shown.buttons[15].description == "1"
-    assert "step here 0.000976562" in shown.neighbors.value
+    assert "spacing 0.000976562" in shown.neighbors.value
     shown.buttons[0].value = True
     assert shown.pattern == 0xBC01
     shown.step.value = 0x7C00

@@ -85,7 +85,7 @@ def plan(
 ) -> None:
     """List all layouts of a GPT that fit on a cluster, the fastest first, and compare them.
 
-    The time of each is a replay of what its stages compute, send and hold.
+    Each layout's step time comes from a replay of its compute and communication.
     """
     from labkit.clusters import cluster as find_cluster
 
@@ -153,7 +153,7 @@ def _in_terminal(words: "Words") -> Table:
 def _fit(
     sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
 ) -> "Fit":
-    """The fit of the model, or of the largest published model that fits; else of the smallest."""
+    """The fit of the given model, else of the largest published model that fits, or of the smallest."""
     from labkit.replaying.planning import ranking
     from labkit.replaying.planning.published import MODELS
 
@@ -164,7 +164,7 @@ def _fit(
     for model in sorted(MODELS.values(), key=lambda model: -model.parameters):
         try:
             fit = ranking.fits(model, where, batch, **asked)
-        except ValueError as error:  # its sizes do not divide; try the next
+        except ValueError as error:  # sizes not divisible; try the next model
             invalid = error
             continue
         if fit.fits:
@@ -196,8 +196,8 @@ def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
 
 
 def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
-    """The named model with the given changes, or a model of your own; None if nothing was
-    given."""
+    """The named model with the given changes, or a model of your own; None if all
+    arguments are empty."""
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.published import model
 

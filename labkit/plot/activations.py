@@ -43,7 +43,7 @@ def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
     `bills`: name -> `predict.activation_bill(...)`. Raises ValueError if empty.
     """
     if not bills:
-        raise ValueError('nothing to draw: pass at least one bill: bill({"none": ...})')
+        raise ValueError('nothing to draw: pass at least one bill, e.g. bill({"none": ...})')
     figure = constrained(figure, 1.7 + 0.62 * len(bills))
     axes = figure.subplots()
     most = max(max(layer.measured_bytes, layer.formula_bytes) for layer in bills.values())
@@ -87,14 +87,14 @@ def front(
     """Peak memory against recomputation: one point per plan, the Pareto front, and the chosen plan.
 
     Args:
-        plans: from `labkit.memory.chooser.plan_of`; those with equal choices for all blocks are labeled.
+        plans: from `labkit.memory.chooser.plan_of`; plans with one choice throughout are labeled.
         pick: the chosen plan, which is circled.
         budget_bytes: memory limit, drawn as a dashed line.
 
     Raises ValueError if `plans` is empty.
     """
     if not plans:
-        raise ValueError("nothing to draw: pass a list of plans: front([plan_of(...), ...])")
+        raise ValueError("nothing to draw: pass a list of plans, e.g. front([plan_of(...), ...])")
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
@@ -148,7 +148,7 @@ def step_memory(
     """
     curves = {name: _curve(detailed_step(trace)) for name, trace in runs.items()}
     if not curves:
-        raise ValueError('nothing to draw: pass recorded runs: step_memory({"none": trace})')
+        raise ValueError('nothing to draw: pass recorded runs, e.g. step_memory({"none": trace})')
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     most = max(held.max() for _, held in curves.values())

@@ -101,7 +101,7 @@ def loading(runs: Mapping[str, Run]) -> Figure:
     """A bus lane and a compute lane per run, on one time axis, with the weight bytes on the
     device. Light bars are waits. Raises ValueError if `runs` is empty."""
     if not runs:
-        raise ValueError('nothing to draw: pass runs by name: loading({"pipelined": run})')
+        raise ValueError('nothing to draw: pass runs by name, e.g. loading({"pipelined": run})')
     figure = constrained(None, 0.9 + 1.05 * len(runs))
     axes = figure.subplots()
     for y, (name, run) in zip(range(0, 3 * len(runs), 3), runs.items()):

@@ -72,7 +72,7 @@ def schedules(
     `many` is empty.
     """
     if not many:
-        raise ValueError('nothing to draw: pass schedules by name, as {"1F1B": schedule}')
+        raise ValueError('nothing to draw: pass schedules by name, e.g. {"1F1B": schedule}')
     lanes = [lanes_of(x, name, costs, message_s) for name, x in many.items()]
     return _draw(lanes, figure)
 

@@ -1,7 +1,7 @@
 """A table for the algorithm chooser (LABKIT_TABLE), from measurements on this machine. At the
 smallest size, the table selects the algorithm with the fewest steps among those within 10% of the
-fastest. At a larger size, it switches if a different algorithm is 10% faster: smaller differences
-are noise. Unmeasured operations keep labkit's own rows.
+fastest. At a larger size, the table switches if a different algorithm is 10% faster: smaller
+differences are noise. Unmeasured operations keep labkit's own rows.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from labkit.runtime.transports.chooser import names, stored_table
 from labkit.sweeps.alpha_beta import cost_of, fit_sweep
 from labkit.sweeps.sweep import Point, Sweep
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # with a choice to make
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # several algorithms
 RANKS = (2, 3, 4)
 BETTER = 0.9  # switch below this fraction of the current algorithm's time
 
@@ -92,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """The algorithm for any call with the least mean ratio of its time to the fastest's, by size."""
+    """The algorithm for any call with the least mean time relative to the fastest at each size."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

@@ -82,7 +82,7 @@ def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
     """Call each case once per turn; return its results by turn. `label` adds a progress bar.
-    `shuffled` (equally on all ranks) varies which case, with its cached data, runs before which."""
+    `shuffled` (equally on all ranks) varies the order, and thus the cached data per case."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)

@@ -67,8 +67,8 @@ def _cases(world: World) -> Iterator[Case]:
 
 
 def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
-    """Whether a matmul would take too long: 8 times as long as the matmul of half the side, or that
-    matmul was skipped. The two smallest sides per dtype always run."""
+    """Whether a matmul would exceed LONGEST_S, estimated as 8 times the matmul of half the side
+    (infinite if skipped). The two smallest sides per dtype always run."""
     if case.kind != "matmul" or case.size in sides[:2]:
         return False
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S

@@ -1,6 +1,6 @@
 """torch's own strategies, timed against labkit's. Outside comm and runtime, only this file uses
 torch.distributed for more than its checkpoint format. Imports from torch.distributed are inside
-functions, as they are slow and print deprecation warnings.
+functions: these imports are slow and print deprecation warnings.
 """
 
 from collections.abc import Callable, Iterable, Sequence

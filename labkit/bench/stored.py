@@ -1,5 +1,5 @@
-"""Pictures of results from other machines, which `labkit bench precision --save` and `labkit bench
-transfers --save` wrote to labkit/bench/results.
+"""Pictures of results from other machines, saved in labkit/bench/results with
+`labkit bench precision --save` and `labkit bench transfers --save`.
 """
 
 from pathlib import Path

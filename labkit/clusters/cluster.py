@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A device's rates. Matmuls run in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
+    """A device. Matmuls run in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
     peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
@@ -52,7 +52,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `devices_per_node` devices, linked `inside` nodes and `between` nodes."""
+    """`nodes` nodes of `devices_per_node` devices, linked `inside` and `between` nodes."""
 
     name: str
     title: str
@@ -68,8 +68,8 @@ class Cluster:
                 raise ValueError(f"{self.name}: {what}={getattr(self, what)}; choose at least 1")
         if self.nodes > 1 and self.between is None:
             raise ValueError(
-                f"{self.name} has {self.nodes} nodes, but no level between nodes; add it (in a "
-                "file: a second table of levels), or set nodes=1"
+                f"{self.name} has {self.nodes} nodes, but no level between nodes; add a level "
+                "(in a file: a second table of levels), or set nodes=1"
             )
 
     @property

@@ -216,7 +216,7 @@ def speed_of(link: Mapping[str, Any]) -> str:
 
 
 def group_name(group: str) -> str:
-    """Shorten a communicator's name, "default" or "3 (ranks 0, 2)" for a narrow margin."""
+    """Shorten a communicator's name, "default" or "3 (ranks 0, 2)", for a narrow margin."""
     if _is_default(group):
         return "all ranks"
     name = group.partition(" of world ")[0]

@@ -33,7 +33,7 @@ def bits(
     """
     chosen = [format_of(name) for name in formats]
     if not chosen:
-        raise ValueError(f"bits({value}): name a format or several, as bits({value}, 'fp16')")
+        raise ValueError(f"bits({value}): name at least one format, e.g. bits({value}, 'fp16')")
     figure = figure or Picture(AROUND_IN + ROW_IN * len(chosen))
     width_in, height_in = size_in(figure)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width_in), ylim=(0, height_in))

@@ -48,7 +48,7 @@ def number_line(
 
     Args:
         formats: names or `Format`s to show in the upper part.
-        near_zero: formats to show in the lower part, a line per value from 0 to `upto`; or ().
+        near_zero: formats in the lower part, with a line per value from 0 to `upto`; () for none.
         values: a tensor, such as all gradients of a step. The lower part is replaced by a histogram
             of magnitudes above the ranges, and the share that each format rounds to zero.
 

@@ -41,8 +41,8 @@ def mesh(
     places = _places(sizes)
     if len(places) > MOST_RANKS:
         raise ValueError(
-            f"a mesh of {len(places)} ranks is too large to draw; draw one of at most "
-            f"{MOST_RANKS}, for example with a smaller outermost axis"
+            f"a mesh of {len(places)} ranks is too large to draw; draw at most "
+            f"{MOST_RANKS} ranks, for example with a smaller outermost axis"
         )
     node_of = [rank // (ranks_per_node or len(places)) for rank in range(len(places))]
     width = max(x for x, _ in places) + 2 * GAP

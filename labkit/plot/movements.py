@@ -20,7 +20,7 @@ RANKS = [  # no vermilion, which marks errors
     style.GRAY,
 ]  # fmt: skip
 
-# Inches, the unit of the axes.
+# In inches, the unit of the axes.
 CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # cell size, and distance between cells
 SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
 BOW = 0.16  # how far an arrow curves around intermediate ranks

@@ -26,7 +26,7 @@ class Lanes:
     step      longest time from a stage's first action to its last (`pipeline_step_s`): the interval
               after which each stage can begin the next step
     bubble    idle share of a step over all stages, 0 to 1
-    windows   begin and end of the step on each stage; the idle time inside is the bubble
+    windows   begin and end of the step on each stage; idle time within is the bubble
     held      peak number of micro-batches in flight per stage, from a forward until the end of the
               backward or weight gradients; a chunk counts as a fraction of a micro-batch
     """

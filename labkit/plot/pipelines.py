@@ -49,7 +49,7 @@ def schedule(
             takes 1 and its backward 2, summed over its chunks; input and weight take 1 each.
         message_s: time per message, in the same unit.
         recorded: a recorded run of the schedule, from which to take the times. If stages sleep
-            (`PacedStage`), `record(paced=True)` adds this to the title.
+            (`PacedStage`), `record(paced=True)` notes this in the title.
         step: a step of the recorded run; None chooses as `plot.timeline` does.
 
     Raises ValueError for an empty or invalid schedule, an action without a cost, or a trace
@@ -68,8 +68,8 @@ def schedules(
 ) -> Figure:
     """Several schedules or recorded traces, by name, on one time axis: shorter is faster.
 
-    `costs` and `message_s` apply to all schedules. Raises ValueError as `plot.schedule`, and if
-    `many` is empty.
+    `costs` and `message_s` apply to all schedules. Raises ValueError as `plot.schedule` does,
+    and if `many` is empty.
     """
     if not many:
         raise ValueError('nothing to draw: pass schedules by name, e.g. {"1F1B": schedule}')

@@ -152,7 +152,7 @@ def calibration(fitted: Calibration | None = None, figure: Figure | None = None)
 
 
 def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
-    """Name, rows, color and marker of each model."""
+    """Yield each model's name, rows, color and marker."""
     widths = np.array([row.sizes.width for row in fitted.rows])
     for width, look in zip(np.unique(widths), cycle(WIDTHS)):
         yield f"width {width:,}", np.flatnonzero(widths == width), *look

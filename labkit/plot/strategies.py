@@ -55,7 +55,7 @@ def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None =
     """
     named = dict(runs) if isinstance(runs, Mapping) else _named(runs)
     if not named:
-        raise ValueError('nothing to compare: give recorded runs, as compare({"ddp": trace})')
+        raise ValueError('nothing to compare: give recorded runs, e.g. compare({"ddp": trace})')
     for trace in named.values():
         choose_step(trace)  # raises ValueError for an empty trace
     traces = named.values()

@@ -30,7 +30,7 @@ except ImportError as error:
     ) from error
 
 MOST_BITS = 32  # buttons, in two rows
-BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
+BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  # from ipywidgets
 
 
 class PictureWidget(ipywidgets.VBox):

@@ -11,7 +11,7 @@ class Device:
     """A device. Matmuls run in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
-    peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
+    peak_flops: Mapping[str, float]  # matmul peak by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float  # the minimum time of an operation

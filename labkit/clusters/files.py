@@ -36,7 +36,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {  # per class and number; MISSING if req
 
 def cluster(name: str, path: str | Path | None = None) -> Cluster:
     """A known cluster, or a cluster from the file `path`. Raises ValueError (listing the names) if
-    none matches, or as `read_clusters`.
+    none matches, or as `read_clusters` does.
 
     >>> cluster("dgx-h100").size
     1024

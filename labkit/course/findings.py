@@ -111,7 +111,7 @@ EXACT: dict[type, Callable[[Any], Any]] = {
     tuple: tuple.__iter__, dict: dict.items,
     torch.Tensor: lambda x: torch.Tensor.as_subclass(x, torch.Tensor),
 }  # fmt: skip
-KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages whose subclasses are trusted in comparisons
+KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages with trusted subclasses
 
 
 def honest(value: Any) -> Any:

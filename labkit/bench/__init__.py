@@ -1,6 +1,6 @@
 """Benchmarks of labkit and its peers in the same run; `labkit bench` is their command line.
 
-harness.py has what the step benchmarks share: turns, ratios, tables and files.
+harness.py contains the code that the step benchmarks share: turns, ratios, tables and files.
 """
 
 from labkit.lazy import lazy

@@ -1,6 +1,6 @@
-"""Each collective as the benchmark calls it, and its expected result, computed without sending: a
-rank's input is seeded by its rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that
-sums are exact in every dtype; `UNTOUCHED` must stay wherever no data may arrive.
+"""Collective calls for the benchmark, and expected results computed without communication: inputs
+are seeded by rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that sums are exact in
+every dtype; `UNTOUCHED` must remain wherever no data may arrive.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,12 +37,12 @@ class Buffers:
         self.output_parts = list(self.output.split(count))
 
     def zero(self) -> None:
-        """For timing: sums of zeros stay zero, however often an operation is repeated."""
+        """For timing: sums of zeros stay zero, no matter how many times an operation runs."""
         self.input.zero_()
         self.output.zero_()
 
     def fill(self) -> None:
-        """For checking: this rank's input, and an output without any result."""
+        """For checking: write this rank's input, and reset the output."""
         self.input.copy_(input_of(self.rank, self.numel))
         if self.op in IN_PLACE:
             self.output.copy_(self.input)
@@ -73,7 +73,7 @@ def expected(buffers: Buffers, redop: str) -> torch.Tensor:
         return reduce(REDUCTIONS[redop], map(sent, range(ranks)))
 
     def joined(numbers: Iterable[int]) -> torch.Tensor:
-        """Part `number` of each rank's input; only one whole input at a time is in memory."""
+        """Part `numbers[r]` of each rank r's input; only one full input is in memory at a time."""
         parts = enumerate(numbers)
         return torch.cat([sent(by).split(count)[number].clone() for by, number in parts])
 
@@ -122,7 +122,7 @@ def call_of(comm: Any, buffers: Buffers, redop: str, algorithm: str) -> Callable
 
 
 def _there_and_back(comm: Any, buffers: Buffers) -> None:
-    """A round trip between neighbors; the last of an odd number of ranks has no peer."""
+    """A round trip between neighbors; with an odd number of ranks, the last has no peer."""
     peer = buffers.rank ^ 1
     if buffers.rank % 2:
         comm.recv(buffers.output, peer)
@@ -133,7 +133,7 @@ def _there_and_back(comm: Any, buffers: Buffers) -> None:
 
 
 class NativeCalls:
-    """The backend's own operations, without the communicator, under the names of `Comm`."""
+    """The backend's own operations, without labkit's communicator, under `Comm`'s method names."""
 
     def __init__(self, group: Any):
         self._group, self._native = group, Native(group)

@@ -1,7 +1,7 @@
-"""A table for the chooser (LABKIT_TABLE), from measurements on this machine. At the smallest size
-it picks, among the algorithms within 10% of the fastest, the one with the fewest steps. At a larger
-size it switches if another algorithm is 10% faster: smaller differences are noise. Operations that
-were not measured keep labkit's own rows.
+"""A table for the algorithm chooser (LABKIT_TABLE), from measurements on this machine. At the
+smallest size, the table selects the algorithm with the fewest steps among those within 10% of the
+fastest. At a larger size, the table switches if a different algorithm is 10% faster: smaller
+differences are noise. Unmeasured operations keep labkit's own rows.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ from labkit.runtime.transports.chooser import names, stored_table
 from labkit.sweeps.alpha_beta import cost_of, fit_sweep
 from labkit.sweeps.sweep import Point, Sweep
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # with a choice
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")  # several algorithms
 RANKS = (2, 3, 4)
-BETTER = 0.9  # of the current algorithm's time: below this, switch
+BETTER = 0.9  # switch below this fraction of the current algorithm's time
 
 
 def table_of(sweep: Sweep) -> dict[str, Any]:
     """The table, in the format of `labkit.runtime.transports.chooser.read_table`. Raises ValueError
-    for a sweep over NCCL or shared memory, or without operations to choose for."""
+    for a sweep over NCCL or shared memory, or without any of `OPS`."""
     if sweep.about.get("backend") != "gloo":
         raise ValueError("a table is for gloo: over NCCL, NCCL chooses the algorithm")
     if sweep.about.get("transport") == "shm":
         raise ValueError(
-            "these times are of ranks that share memory, which use no table; measure with "
+            "these times are from ranks that share memory, which use no table; measure with "
             'transport="gloo", as labkit bench collectives --fit does'
         )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -38,7 +38,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
         if op in OPS:
             fitted.setdefault(op, {})[str(n)] = _rows(op, n, points)
     if not fitted:
-        raise ValueError(f"no operation with a choice: measure at least one of {', '.join(OPS)}")
+        raise ValueError(f"no operation with a table: measure at least one of {', '.join(OPS)}")
     fits = [asdict(fit) for fit in fit_sweep(sweep) if fit.op in OPS]
     own = {collective: stored_table()[collective] for collective in ALGORITHMS}
     about, sizes = sweep.about, [point.size_bytes for point in sweep.points]
@@ -53,7 +53,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def write_table(sweep: Sweep, path: str | Path) -> Path:
-    """Write the table of `sweep` atomically: a reader gets the old table or the new one."""
+    """Write the table of `sweep` atomically: a reader sees the old table or the new table."""
     path = Path(path)
     return write_json(path.with_name(path.name + ".new"), table_of(sweep)).replace(path)
 
@@ -64,7 +64,7 @@ def user_table() -> Path:
 
 
 def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The algorithm from each size on, among those that the chooser may pick (not the default)."""
+    """The algorithm to use from each size on, among those available to the chooser (no default)."""
     times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:

@@ -1,7 +1,7 @@
-"""The table of nccl-tests for labkit's collectives and the backend's own, which take turns of a few
-calls each. As in nccl-tests, the time of a call is that of a turn, from a barrier to the end of the
-last call on the slowest rank, divided by the number of calls: ranks may run ahead, so the time of a
-single call means little. The median turn is reported.
+"""nccl-tests' table for labkit's collectives and the backend's own, which alternate in turns of a
+few calls. As in nccl-tests, the time per call is a turn's time, from a barrier to the end of the
+last call on the slowest rank, divided by the number of calls: ranks may run ahead, so timing a
+single call means little. The median over turns is reported.
 """
 
 import os
@@ -30,7 +30,7 @@ COPY = "copy"
 OPS, RANKS = ("all_reduce", "reduce_scatter", "all_gather"), (2, 4)
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8")
 STATISTIC = "mean call of a turn on the slowest rank; median of the turns"
-TURN_S, MOST_CALLS = 0.01, 100  # a turn's usual length, and its most calls
+TURN_S, MOST_CALLS = 0.01, 100  # usual length of a turn; maximum calls per turn
 BUFFERS, CHECKING_BYTES = 2, 12  # per rank: input and output; 3 int32 per element
 
 
@@ -56,8 +56,8 @@ class Timed(NamedTuple):
 
 
 def _on_rank(case: Case) -> dict[str, Timed]:
-    """Time all algorithms of `case`, the backend's own as "", and as COPY a memory copy of as many
-    bytes on all ranks at once."""
+    """Time all algorithms of `case`, the backend's own as "", and, as COPY, a memory copy of equal
+    size on all ranks at once."""
     me = attach()
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
@@ -103,16 +103,16 @@ def bench_collectives(
     check: bool = True,
     transport: str | None = None,
 ) -> Sweep:
-    """Time collectives over sizes, in new worlds.
+    """Time collectives for a range of sizes, in new worlds.
 
     Args:
-        sizes_bytes: of the whole operation; None: 4 KiB to 64 MiB by factors of 4.
-        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default", used
-            if none is named; None: all that support the call. The backend's own is always timed.
+        sizes_bytes: total sizes of the operation; None: 4 KiB to 64 MiB by factors of 4.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default",
+            labkit's choice; None: all that support the call. The backend's own is always timed.
         redop: "sum", "min", "max" or "product".
-        turns: how often each algorithm is timed, in turns with the others.
+        turns: how many times each algorithm is timed, alternating with the others.
         check: count the elements that differ from the result computed without communication.
-        transport: "shm" or "gloo"; None: a `World`'s choice. Always NCCL with one GPU per rank.
+        transport: "shm" or "gloo"; None: `World`'s choice. With one GPU per rank, always NCCL.
 
     Raises ValueError for unknown names, and for sizes that do not fit in memory."""
     sizes = list(sweep.sizes_between(1 << 12, 1 << 26, 4) if sizes_bytes is None else sizes_bytes)
@@ -165,13 +165,13 @@ def _points(
 
 
 def _typical(of_ranks: list[list[float]]) -> float:
-    """The median turn; a turn takes as long as on its slowest rank."""
+    """The median over turns of the slowest rank's time."""
     return median(max(turn) for turn in zip(*of_ranks))
 
 
 def _supported(op: str, n: int, algorithms: Sequence[str] | None) -> list[str]:
-    """The algorithms to time: those of `algorithms`, or all, that support `n` ranks. On one
-    machine, a hierarchical all-reduce is its inner ring, and is timed only by name."""
+    """The algorithms to time: those in `algorithms` (None: all) that support `n` ranks. On one
+    machine, a hierarchical all-reduce equals its inner ring, so it is timed only if named."""
     asked = [DEFAULT, *ALGORITHMS.get(op, ())] if algorithms is None else dict.fromkeys(algorithms)
     return [
         name

@@ -1,6 +1,6 @@
-"""Step times of labkit's data-parallel strategies, of torch's, and without communication.
+"""Step times of labkit's and torch's data-parallel strategies, and of steps without communication.
 
-All train the same GPT in the same processes, in turns of a few steps.
+All cases train the same GPT in the same processes, in alternating turns of a few steps.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +19,7 @@ from labkit.parallel import DDP, ZeRO3, ZeroOptimizer
 from labkit.runtime.attach import attach
 
 ROWS, LENGTH = 4, 64  # a rank's batch
-STEPS = 5  # in a turn
+STEPS = 5  # per turn
 LR = 1e-3
 FLOOR = "no communication"
 
@@ -92,7 +92,7 @@ def bench_data_parallel(
     turns: int = 20,
     transport: str | None = None,
 ) -> list[StepTimes]:
-    """Time labkit's strategies (`only` these) and their peers, for each number of ranks and model.
+    """Time labkit's strategies (all, or `only` some) against their peers, per rank count and model.
 
     Raises ValueError for an unknown strategy in `only`."""
     known = [contest.ours for contest in CONTESTS]
@@ -102,7 +102,7 @@ def bench_data_parallel(
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
-    """A row for each contest, with its ratio and its aim."""
+    """One row per contest, with its ratio and aim."""
     return harness.contest_table(
         measured,
         f"Data-parallel step, {ROWS} x {LENGTH} tokens per rank, in ms",

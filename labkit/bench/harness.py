@@ -1,7 +1,7 @@
-"""The harness of the benchmarks: cases take turns, and each turn gives a ratio.
+"""Benchmark harness: cases alternate in turns, and each turn yields a ratio.
 
-    turn 1   ddp, torch DDP, zero-1     each turn begins with another case; if the machine slows
-    turn 2   torch DDP, zero-1, ddp     down, all cases slow down
+    turn 1   ddp, torch DDP, zero-1     each turn starts with a different case; if the machine
+    turn 2   torch DDP, zero-1, ddp     slows down, all cases slow down
     turn 3   zero-1, ddp, torch DDP
 
 `StepTimes` holds the samples of one configuration and its contests.
@@ -32,7 +32,7 @@ from labkit.runtime.progress import progress
 from labkit.runtime.world import World
 
 Samples = TypeVar("Samples")
-Heading = tuple[str, Callable[["StepTimes", "Contest"], str]]  # a column's title and cells
+Heading = tuple[str, Callable[["StepTimes", "Contest"], str]]  # column title, cell function
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Contest:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds per step of each case, one sample per turn; `about` describes the configuration, and
-    `figures` has other measurements, by quantity and case."""
+    """Seconds per step for each case, one sample per turn. `about` describes the configuration;
+    `figures` holds other measurements, by quantity and case."""
 
     about: dict[str, Any]
     seconds: dict[str, list[float]]
@@ -55,12 +55,12 @@ class StepTimes:
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def ms(self, case: str) -> float:
-        """Milliseconds per step, the median of the turns."""
+        """Median milliseconds per step over the turns."""
         return median(self.seconds[case]) * 1e3
 
     def ratio(self, ours: str, theirs: str, quantity: str = "") -> tuple[float, float, float]:
-        """Ours over theirs in the same turn: lower quartile, median, upper quartile. `quantity`
-        takes the samples from `figures`."""
+        """Ours divided by theirs in the same turn: lower quartile, median, upper quartile.
+        `quantity` selects samples from `figures`."""
         samples = self.figures[quantity] if quantity else self.seconds
         pairs = zip(samples[ours], samples[theirs], strict=True)
         low, middle, high = quantiles([a / b for a, b in pairs], n=4)
@@ -68,21 +68,21 @@ class StepTimes:
 
 
 def random_batch(vocab: int, rows: int, length: int, device: torch.device | None = None) -> Batch:
-    """Random tokens from the default generator, [rows, length] in and out."""
+    """Random tokens from the default generator: inputs and targets, [rows, length] each."""
     tokens = torch.randint(0, vocab, (rows, length + 1), device=device)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), rows * length)
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean over the tokens: logits [rows, length, vocab], targets [rows, length]."""
+    """Mean cross-entropy over tokens: logits [rows, length, vocab], targets [rows, length]."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
-    """Call each case once per turn; return the results by turn. `label` gives a progress bar.
-    `shuffled` (equally on all ranks) varies which case, with its cached data, precedes another."""
+    """Call each case once per turn; return its results by turn. `label` adds a progress bar.
+    `shuffled` (equally on all ranks) varies the order, and thus the cached data per case."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)
@@ -102,8 +102,8 @@ def seconds_of(
     step: Callable[[], object], count: int, before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
-    """Mean seconds of `count` steps in a row, from the end of `before()` to the end of `after()`:
-    barriers between ranks, synchronization of a GPU."""
+    """Mean seconds per step of `count` consecutive steps, from the end of `before()` to the end of
+    `after()`, which are rank barriers or GPU synchronization."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):
@@ -113,7 +113,7 @@ def seconds_of(
 
 
 def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: int) -> int:
-    """How many calls, up to `most`, fill `turn_s` on the slowest rank: the same on all ranks."""
+    """Number of calls (at most `most`) that fill `turn_s` on the slowest rank, for all ranks."""
     mean_s = seconds_of(call, 2, me.comm.barrier, sync_of(me.device))
     slowest_s = torch.tensor(mean_s, dtype=torch.float64, device=me.device)
     me.comm.all_reduce(slowest_s, op="max")
@@ -121,7 +121,7 @@ def calls_in_a_turn(me: Rank, call: Callable[[], object], turn_s: float, most: i
 
 
 def check_names(given: Iterable[str], known: Iterable[str], words: str) -> None:
-    """Raises ValueError for the first unknown name, listing the known ones."""
+    """Raise ValueError for the first unknown name, listing the known names."""
     names = list(known)
     if unknown := [name for name in given if name not in names]:
         raise ValueError(f"{words.format(unknown[0])}; choose from {', '.join(names)}")
@@ -131,8 +131,8 @@ def on_worlds(
     measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
     transport: str | None, *args: Any,
 ) -> list[StepTimes]:  # fmt: skip
-    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo, labkit
-    the `transport`, by default a `World`'s choice. Raises ValueError for an unknown preset."""
+    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo,
+    labkit `transport`, by default `World`'s choice. Raises ValueError for an unknown preset."""
     check_names(models, PRESETS, "no model {!r}")
     measured = []
     for size in ranks:
@@ -158,7 +158,7 @@ def titled(
 
 
 def ratio_cells(times: StepTimes, contest: Contest) -> list[str]:
-    """Median, quartiles and aim."""
+    """Cells for the median ratio, its quartiles, and the aim."""
     low, middle, high = times.ratio(contest.ours, contest.theirs)
     return [f"{middle:.2f}", f"{low:.2f}-{high:.2f}", f"{contest.aim:.2f}"]
 
@@ -166,8 +166,8 @@ def ratio_cells(times: StepTimes, contest: Contest) -> list[str]:
 def contest_table(
     measured: Sequence[StepTimes], title: str, caption: str, floor: Heading, *more: Heading
 ) -> Table:
-    """A row for each contest and configuration: the step's floor, both sides in ms, their ratio
-    with quartiles and aim, and the columns of `more`."""
+    """One row per contest and configuration: the step's floor, both step times in ms, their ratio
+    with quartiles and aim, and the columns in `more`."""
     columns = ("model", "ranks", floor[0], "labkit", "ms", "peer", "ms", "ratio", "", "aim")
     table = titled(title, caption, [*columns, *(name for name, _ in more)], ("labkit", "peer"))
     for times in measured:

@@ -1,7 +1,7 @@
-"""This machine as a cluster of devices, one per rank of a World. All are measured at the same time,
-so a device is a rank's share of cores, memory, GPU and links. The time of a case is that of a turn:
-several calls after a barrier, divided by their number, on the slowest rank. The lower quartile
-counts, since other programs can only slow a turn. rates.py fits the description to these times.
+"""This machine as a cluster of devices, one per rank of a World. All ranks are measured at once, so
+a device is a rank's share of cores, memory, GPU and links. Per turn, a case is called several times
+after a barrier; the slowest rank's time is divided by the number of calls. The lower quartile over
+turns is used, as other programs only slow turns down. rates.py fits the cluster to these times.
 """
 
 import os
@@ -28,7 +28,7 @@ NAME = "here"
 LINKS = {"shm": "shared memory", "gloo": "gloo", "nccl": "NCCL"}
 DTYPES = ("float32", "float64", "bfloat16")
 SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 8192)}
-COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # beyond what caches hold
+COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # larger than caches
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
 LONGEST_S = 0.15  # per call; longer cases are not measured
@@ -39,10 +39,10 @@ ENOUGH_S = 7.0  # after this, only unmeasured cases run
 def measure_machine(ranks: int = 4) -> Cluster:
     """Measure this machine, in about ten seconds, as a cluster of one node with `ranks` devices.
 
-    >>> measure_machine().device.peak_flops["float32"]  # of one rank's share
+    >>> measure_machine().device.peak_flops["float32"]  # one rank's share
 
-    Close other programs first. One rank sends nothing: its link is its own memory. Raises
-    ValueError if this machine cannot start `ranks` ranks."""
+    Close other programs first. With one rank, nothing is sent: the link is the rank's memory.
+    Raises ValueError if this machine cannot start `ranks` ranks."""
     with World(ranks, timeout_s=120) as world:
         began_s = time.monotonic()
         turns: dict[Case, list[float]] = {}
@@ -67,15 +67,15 @@ def _cases(world: World) -> Iterator[Case]:
 
 
 def _too_long(case: Case, turns: dict[Case, list[float]], sides: Sequence[int]) -> bool:
-    """Whether a matmul would take too long: with half the side, an eighth of the work, it took too
-    long or was skipped. The two smallest sides of each dtype always run."""
+    """Whether a matmul would exceed LONGEST_S, estimated as 8 times the matmul of half the side
+    (infinite if skipped). The two smallest sides per dtype always run."""
     if case.kind != "matmul" or case.size in sides[:2]:
         return False
     return 8 * min(turns.get(case._replace(size=case.size // 2), [inf])) > LONGEST_S
 
 
 def _turns(case: Case) -> list[float]:
-    """Seconds per call in each turn, while all other ranks do the same."""
+    """Seconds per call in each turn; all ranks measure at once."""
     me = attach()
     once = _call(case, me)
     once()  # warms the caches
@@ -99,7 +99,7 @@ def _call(case: Case, me: Rank) -> Callable[[], Any]:
 
 
 def _group(me: Rank, size: int) -> Comm | None:
-    """A group of `size` neighboring ranks, made once; None for a rank left over."""
+    """This rank's group of `size` consecutive ranks, created once; None for a leftover rank."""
     groups: dict[int, Comm | None] = vars(me.state).setdefault("groups", {me.size: me.comm})
     if size not in groups:
         firsts = range(0, me.size - size + 1, size)
@@ -109,7 +109,7 @@ def _group(me: Rank, size: int) -> Comm | None:
 
 
 def _described(world: World, seconds: dict[Case, float]) -> Cluster:
-    """The cluster, from the typical seconds of a call of each case."""
+    """The cluster, from the typical seconds per call for each case."""
     n, kind = world.size, _kind(world)
     where = (
         f"; measured on this machine: {kind}, torch {torch.__version__.split('+')[0]}, "
@@ -122,7 +122,7 @@ def _described(world: World, seconds: dict[Case, float]) -> Cluster:
     (tiny_s,), ((copy, copy_s),) = tiny.values(), copied.items()
     fit = fit_matmuls(matmuls)
     sources = {
-        "memory_bytes": "all memory, over the ranks that share it",
+        "memory_bytes": "total memory divided by the ranks that share it",
         "memory_bytes_per_s": f"a copy of {copy.size >> 20} MiB, read and written",
         "launch_s": "an addition of one element",
         "matmul_reached": REACHED,
@@ -156,7 +156,7 @@ def _link(world: World, device: Device, reduced: Times, where: str) -> Level:
         f"all-reduces of {REDUCED_BYTES[0] >> 10} KiB to {REDUCED_BYTES[-1] >> 20} MiB on {groups} "
         f"ranks, typically {fit.error:.0%} off{where}"
     )
-    start = how if world.size > 2 else f"on 2 ranks the latency includes it{where}"
+    start = how if world.size > 2 else f"on 2 ranks, included in the latency{where}"
     return Level(
         LINKS[world.transport],
         _rounded(fit.bytes_per_s), _rounded(fit.latency_s), world.size,
@@ -168,7 +168,7 @@ def _link(world: World, device: Device, reduced: Times, where: str) -> Level:
 
 
 def _kind(world: World) -> str:
-    """The hardware that the ranks share, without a host name."""
+    """The hardware that the ranks share, without the host name."""
     if world.device == "cuda":
         used = min(torch.cuda.device_count(), world.size)
         return f"{used} {torch.cuda.get_device_name(0)}"

@@ -1,6 +1,6 @@
-"""torch's own strategies, timed beside labkit's. Outside of comm and runtime, only this file uses
-torch.distributed for more than its checkpoint format. It imports from there inside functions, as
-these imports are slow and print deprecation warnings.
+"""torch's own strategies, timed against labkit's. Outside comm and runtime, only this file uses
+torch.distributed for more than its checkpoint format. Imports from torch.distributed are inside
+functions: these imports are slow and print deprecation warnings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,14 +14,14 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def zero_1(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-    """ZeRO-1 as intended: its module is in torch's DDP."""
+    """torch's ZeRO-1, intended for a module wrapped in torch's DDP."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=lr)
 
 
 def fsdp2(module: nn.Module) -> nn.Module:
-    """Each block by itself, then the rest, as FSDP2's users do."""
+    """Shard each block separately, then the remaining parameters, as FSDP2's users do."""
     from torch.distributed.fsdp import fully_shard
 
     for block in module.blocks:  # type: ignore[union-attr]
@@ -55,19 +55,19 @@ def dtensor(module: Any, gather_logits: bool) -> nn.Module:
         plan[f"blocks.*.{name}"] = RowwiseParallel()
     tied = module.head.weight is module.embed.tokens.weight
     module = parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    if tied:  # each was split by itself
+    if tied:  # both were split separately
         module.head.weight = module.embed.tokens.weight
     return module
 
 
 def loss_parallel() -> AbstractContextManager[Any]:
-    """A context in which F.cross_entropy takes logits split over the vocabulary."""
+    """A context in which F.cross_entropy accepts logits split over the vocabulary."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     return loss_parallel()
 
 
-PIPELINES = {  # labkit's names, and torch's for the same schedule
+PIPELINES = {  # labkit's name -> torch's name of the same schedule
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
@@ -81,7 +81,7 @@ def pipeline(
     microbatches: int,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> Callable[[Tensor, Tensor], Tensor | None]:
-    """A step by torch's schedule `name`: `step(x, y)` leaves `.grad` in this rank's part of
+    """A step under torch's schedule for `name`: `step(x, y)` sets `.grad` in this rank's part of
     `stages` (the whole model, in order) and returns the mean loss on the last stage."""
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage

@@ -5,8 +5,8 @@ lower bound for both.
     labkit    Pipeline, over `transport`
     torch     ScheduleGPipe, Schedule1F1B, ..., over gloo
 
-All use the same model, stages, batch and micro-batches, and take turns in the same processes. A
-step is forward and backward of the whole batch, without the optimizer.
+All cases use the same model, stages, batch and micro-batches, and alternate in the same processes.
+A step is the forward and backward of the whole batch, without the optimizer.
 """
 
 import os
@@ -33,10 +33,10 @@ from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
 from labkit.runtime.attach import attach
 from labkit.schedules import Action, received, schedule, virtual_stage
 
-ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # the whole batch; blocks of the GPT
+ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # rows of the whole batch; GPT blocks (DEPTH)
 CHUNKS = {"interleaved": 2}  # 1 for other schedules
 MICROBATCHES = 8
-STEPS = 2  # in a turn
+STEPS = 2  # per turn
 AIM = 1.0
 SCHEDULES = list(peers.PIPELINES)
 
@@ -52,8 +52,8 @@ def batch() -> Batch:
 
 
 def stages_of(model: str, name: str, ranks: int) -> list[nn.Module]:
-    """The same GPT each time, split into the stages of the schedule. (Untied: torch's pipelines
-    cannot sum the gradients of one parameter on two ranks.)"""
+    """The same GPT on every call, split into the schedule's stages. (Untied: torch's pipelines
+    cannot sum the gradients of a parameter shared by two ranks.)"""
     torch.manual_seed(0)
     whole = GPT.preset(model, vocab=VOCAB, context=LENGTH, depth=DEPTH, tied=False)
     return split(whole, ranks * CHUNKS.get(name, 1))
@@ -64,7 +64,7 @@ def step_of(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss
     return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-SIDES = {"": step_of, "torch ": peers.pipeline}  # of a contest, by the prefix of the case's name
+SIDES = {"": step_of, "torch ": peers.pipeline}  # of a contest, by prefix of the case's name
 
 
 def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:
@@ -80,11 +80,11 @@ def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, co
 
 
 class Floor:
-    """The least time of a step: `step_s` of a few turns of `measure`.
+    """A lower bound of the step time: `step_s` over a few turns of `measure`.
 
-    Each action is timed after its message has arrived; the median over the turns counts. The floor
-    is the step time of a replay of the schedule with these times and instant messages, but at
-    least all compute time over the cores: four stages cannot compute at once on two cores."""
+    Each action is timed after its message has arrived; the median over turns is used. The floor is
+    the step time of a replay of the schedule with these times and instant messages, but at least
+    the total compute time divided by the cores: two cores cannot compute four stages at once."""
 
     def __init__(self, model: str, name: str, microbatches: int, comm: Comm):
         self.comm, chunks = comm, CHUNKS.get(name, 1)
@@ -108,7 +108,7 @@ class Floor:
         self.position = comm.rank, comm.size, chunks
 
     def time_actions(self) -> list[float]:
-        """Seconds of each action of this rank."""
+        """Seconds per action on this rank."""
         for stage in self.stages:
             stage.module.zero_grad()
         seconds = []
@@ -120,14 +120,14 @@ class Floor:
         return seconds
 
     def _message(self, action: Action) -> Tensor | None:
-        """The input of an action: a micro-batch, or a made-up message of the right shape."""
+        """The input of an action: a micro-batch, or a dummy message of the correct shape."""
         if received(action, *self.position) is None:
             return self.xs[action.microbatch] if action.phase == "forward" else None
         message = self.activations[action.microbatch].detach().clone()
         return message.requires_grad_(action.phase == "forward")
 
     def measure(self) -> list[list[float]]:
-        """Seconds of each action of each stage, timed on at most one rank per core at once."""
+        """Seconds per action for each stage, timed on at most one rank per core at once."""
         cores = os.cpu_count() or 1
         of_ranks: list[list[float]] = [[] for _ in range(self.comm.size)]
         for first in range(0, self.comm.size, cores):
@@ -145,7 +145,7 @@ class Floor:
 
 
 def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores: int) -> float:
-    """Seconds of a step with these actions and the seconds `taken` by each, both by stage."""
+    """Step seconds for `actions` with durations `taken` in seconds, both by stage."""
     seconds_of = {
         (stage, action): seconds
         for stage, listed in enumerate(actions)
@@ -157,7 +157,7 @@ def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores
 
 
 def over_floor(times: StepTimes, name: str) -> float:
-    """The schedule's median step time over its floor."""
+    """The schedule's median step time divided by its floor."""
     return times.ms(name) / 1e3 / times.figures["floor_s"][name]
 
 
@@ -195,9 +195,9 @@ def bench_pipeline(
     turns: int = 20,
     transport: str | None = None,
 ) -> list[StepTimes]:
-    """Time each schedule for each number of ranks and model.
+    """Time each schedule on each number of ranks, for each model.
 
-    Raises ValueError for a schedule that torch lacks, an unknown preset, or bad sizes."""
+    Raises ValueError for a schedule that torch lacks, an unknown preset, or invalid sizes."""
     harness.check_names(only, SCHEDULES, "no benchmark of schedule {!r}")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:
@@ -215,7 +215,7 @@ def bench_pipeline(
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
-    """A row for each schedule, with its ratio and its aim."""
+    """One row per schedule, with its ratio and aim."""
     counts = sorted({times.about["microbatches"] for times in measured})
     return harness.contest_table(
         measured,

@@ -10,8 +10,8 @@
                                                            in fp32: it shows errors, not time)
     recompute       full, fp32                             torch.utils.checkpoint
 
-All take their steps in one process, in turns. Peak memory is from the GPU's allocator; on a CPU,
-the recorder counts it in a separate step.
+All cases run in one process, in alternating turns. Peak memory is from the GPU's allocator; on a
+CPU, the recorder counts memory in a separate step.
 """
 
 import gc
@@ -43,8 +43,8 @@ from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 
 LR = 1e-4
-STEPS = 3  # in a turn
-WITH_DEVICE = {  # torch's name of a GPU: a cluster with its peak rates
+STEPS = 3  # per turn
+WITH_DEVICE = {  # torch's GPU name: a cluster with this GPU's peak rates
     "NVIDIA H200": "h200-node",
     "NVIDIA H100 80GB HBM3": "dgx-h100",
     "NVIDIA A100-SXM4-40GB": "selene",
@@ -127,7 +127,7 @@ def bench_precision(
     device: str | None = None,
     sizes: Sizes | None = None,
 ) -> list[StepTimes]:
-    """Time `only` these cases and their peers, or all that the device supports.
+    """Time the cases in `only`, or all that the device supports, and their peers.
 
     Raises ValueError for an unknown name."""
     harness.check_names(only, CASES, "no benchmark of {!r}")
@@ -162,7 +162,7 @@ def _supported(name: str, where: torch.device) -> bool:
 
 
 def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int = STEPS) -> float:
-    """Mean seconds of `count` steps, with the matmul precision of this case."""
+    """Mean seconds per step over `count` steps, at this case's matmul precision."""
     torch.set_float32_matmul_precision(CASES[name].matmuls)
     try:
         return harness.seconds_of(step, count, after=harness.sync_of(where))
@@ -171,7 +171,7 @@ def _turn_s(name: str, step: Callable[[], None], where: torch.device, count: int
 
 
 def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
-    """Peak memory of the third step of a case, run alone: by then all its state exists."""
+    """Peak memory of a case's third step, run alone: by then, all the case's state exists."""
     gc.collect()  # free the previous case
     others_bytes = torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
     step = CASES[name].stepper(sizes, where)
@@ -217,7 +217,7 @@ def _processor() -> str:
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
-    """A row for each case, with ratio and aim if it has a peer."""
+    """One row per case, with ratio and aim if the case has a peer."""
     (times,) = measured
     first, about = next(iter(times.seconds)), times.about
     peers = ", ".join(f"{x.ours} to {x.theirs}" for x in times.contests)

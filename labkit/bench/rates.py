@@ -3,10 +3,10 @@
     matmul             seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
     all-reduce         seconds = start + 2(n-1) latency + 2(n-1)/n S / bandwidth
 
-Pure functions. They minimize log(predicted / measured), so that microseconds count as much as
-seconds: its root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and its mean
+Pure functions that minimize log(predicted / measured), so that microseconds count as much as
+seconds: the root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and the mean
 absolute value for matmuls, so that outliers count less. (On a CPU, the first bfloat16 matmul takes
-much longer.) An error of 0.1 means: typically 10% off.
+much longer.) An error of 0.1 means typically 10% off.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from labkit.comm.collectives.costs import Cost
 from labkit.sweeps.alpha_beta import fit_line, least
 
 SEARCH = {"tried": 11, "zooms": 6}
-LEAST_PART = 1e-4  # of the peak rate: every matmul reaches more
+LEAST_PART = 1e-4  # fraction of the peak rate that every matmul exceeds
 
 
 class Case(NamedTuple):
@@ -52,7 +52,7 @@ class LinkFit(NamedTuple):
 
 
 def fit_matmuls(matmuls: Times) -> MatmulFit:
-    """Fit one tile, and the peak of each dtype. Raises ValueError if no dtype has two sides."""
+    """Fit one common tile and a peak per dtype. Raises ValueError if no dtype has two sides."""
     dtypes = list(dict.fromkeys(case.dtype for case in matmuls))
     of_dtype = [[(c.size, s) for c, s in matmuls.items() if c.dtype == dtype] for dtype in dtypes]
     if all(len(own) < 2 for own in of_dtype):
@@ -60,9 +60,9 @@ def fit_matmuls(matmuls: Times) -> MatmulFit:
     smallest = min(case.size for case in matmuls)
 
     def fit(part: float) -> MatmulFit:
-        """The fit with the tile for which the smallest side / (side + tile) is `part`."""
+        """The fit for the tile at which the smallest side has side / (side + tile) = `part`."""
         tile = smallest * (1 / part - 1)
-        # log of the peaks that the matmuls of each dtype imply
+        # log of the peak that each matmul implies, by dtype
         logs = [np.log([2 * (side + tile) ** 3 / s for side, s in own]) for own in of_dtype]
         off = np.concatenate([x - np.median(x) for x in logs])
         peaks = {dtype: float(np.exp(np.median(x))) for dtype, x in zip(dtypes, logs)}
@@ -73,14 +73,14 @@ def fit_matmuls(matmuls: Times) -> MatmulFit:
 
 def fit_link(reduced: Times) -> LinkFit:
     """Fit bandwidth, latency and start. With only one number of ranks, start and latency cannot be
-    separated, and both count as latency.
+    separated; their sum counts as latency.
 
     Raises ValueError for fewer than two sizes, one rank, or times that do not grow with size."""
     if len({case.size for case in reduced}) < 2 or min(case.ranks for case in reduced) < 2:
         raise ValueError("too few all-reduces; measure two sizes or more, on two ranks or more")
 
     def line(part: float) -> tuple[float, float, float]:
-        """alpha, beta and error if `part` of alpha is the start, and the rest the latency."""
+        """alpha, beta and error if a fraction `part` of alpha is start, the rest latency."""
         costs = [
             Cost(part + (1 - part) * 2 * (n - 1), 2 * (n - 1) / n * size)
             for _, size, _, n in reduced

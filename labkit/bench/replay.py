@@ -1,6 +1,6 @@
-"""The accuracy of a replay. Two worlds take turns. In one, no link delays messages: its recording
-has the times that this machine takes to compute and to move each tensor, and a replay adds the
-delays of a `Link`. In the other, the ranks train over that `Link`. Turns are compared in pairs.
+"""Replay accuracy, from two alternating worlds. In the first, no link delays messages: a recording
+contains this machine's times to compute and to move each tensor, and a replay adds the delays of a
+`Link`. In the second, the ranks train over that `Link`. Turns are compared in pairs.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from labkit.runtime.world import World
 from labkit.trace import Trace
 from labkit.trace.recording import record
 
-STEPS = 4  # in a turn
+STEPS = 4  # per turn
 BUCKET_MB = 1.0
 LINK = Link(gbps=0.5, latency_us=200)
 UNPACED = Link(gbps=1e6)  # the same code path, without the delay
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed in it
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and changes to the preset
     "1M": ("1M", {}), "3.4M": ("3.4M", {}), "9.8M": ("3.4M", {"depth": 12})
 }  # fmt: skip
 
 
 def cluster_of(link: Link, ranks: int) -> Cluster:
-    """One node with these links between ranks, to replay measured compute: no device rates."""
+    """One node with `link` between ranks, for replays of measured compute: no device rates."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
@@ -40,8 +40,8 @@ def cluster_of(link: Link, ranks: int) -> Cluster:
 
 class PacedCosts(Costs):
     """Costs of a modeled link, which delays a message before the machine moves it. An operation
-    takes the link's time plus its unpaced time: from the start of the last rank, for which the
-    others wait, to its end, averaged over the ranks."""
+    takes the link's time plus its unpaced time, which runs from the start of the last rank, on
+    which the others wait, to the operation's end, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)
@@ -71,13 +71,13 @@ def _turn_s() -> float:
 
 def _step_s(trace: Trace) -> float:
     """Mean seconds per step over the ranks, up to the barrier after the last step, which is
-    recorded as the beginning of another step."""
+    recorded as the start of one more step."""
     ranks = trace.ranks.values()
     return mean((x.steps[-1].ended_s - x.steps[0].began_s) / STEPS for x in ranks)
 
 
 def _replayed(world: World) -> tuple[float, float]:
-    """Seconds per step of this world without communication, and over `LINK`."""
+    """Seconds per step of this world's run, without communication and replayed over `LINK`."""
     with record() as trace:
         world.run(_turn_s)
     without, paced = (cluster_of(link, world.size) for link in (UNPACED, LINK))
@@ -109,7 +109,7 @@ def bench_replay(
 
 
 def table(measured: list[StepTimes]) -> Table:
-    """A row for each model: its times, and replayed over measured."""
+    """One row per model: the times, and the ratio of replayed to measured time."""
     cases, rows = ("computing", "replayed", "measured"), []
     for times in measured:
         low, middle, high = times.ratio("replayed", "measured")

@@ -1,5 +1,5 @@
-"""Pictures of results from other machines: the files that `labkit bench precision --save` and
-`labkit bench transfers --save` wrote to labkit/bench/results.
+"""Pictures of results from other machines, saved in labkit/bench/results with
+`labkit bench precision --save` and `labkit bench transfers --save`.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from labkit.plot.style import MEASURED
 
 
 def show_stored(what: str, folder: Path = RESULTS) -> None:
-    """Display a picture for each file of `what`, "precision" or "transfers"; print a sentence if
-    there is none. Raises ValueError for another `what`."""
+    """Display one picture per file of `what`, "precision" or "transfers"; print a sentence if there
+    is no file. Raises ValueError for any other `what`."""
     if what not in DRAWN:
         raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")
     from IPython.display import display
@@ -27,7 +27,7 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
 
 @styled
 def _precision(path: Path) -> Picture:
-    """Milliseconds per step and peak memory, in each number format."""
+    """Milliseconds per step and peak memory, by number format."""
     (times,) = harness.read(path)
     names = list(reversed(times.seconds))
     picture = Picture(0.9 + 0.22 * len(names), layout="constrained")

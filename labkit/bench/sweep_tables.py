@@ -9,12 +9,12 @@ from labkit.foreign import markup
 from labkit.sweeps.alpha_beta import Fit
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
-TRUSTED_ERROR = 0.25  # of a fit; beyond it alpha and beta say little
+TRUSTED_ERROR = 0.25  # of a fit; above this, alpha and beta are unreliable
 
 
 def tables(sweep: Sweep) -> list[Table]:
-    """A table for each operation and number of ranks, as nccl-tests prints it, with two more
-    columns: time over the backend's own, and busbw over the rate of a memory copy."""
+    """One table per operation and number of ranks, as nccl-tests prints it, with two more columns:
+    time divided by the backend's own, and busbw divided by the rate of a memory copy."""
     backend, shown = sweep.about.get("backend", "backend"), []
     statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
     words = ("type", "redop", "root", "algorithm")
@@ -47,7 +47,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def _summary(points: list[Point], backend: str) -> str:
-    """The default compared with the backend's own, over all sizes."""
+    """labkit's default compared with the backend's own algorithm, over all sizes."""
     ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
     if not ratios:
         return ""
@@ -72,7 +72,7 @@ def fit_table(fits: list[Fit]) -> Table:
 
 
 def doubts(fits: list[Fit]) -> str:
-    """A warning if a fit is so poor that its alpha and beta say little, else an empty string."""
+    """A warning if a fit is too poor for a reliable alpha and beta, else an empty string."""
     poor = [fit for fit in fits if fit.error > TRUSTED_ERROR]
     if not poor:
         return ""

@@ -3,11 +3,11 @@
     tensor                the loss from each rank's slice of the logits
     DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
     ..., all logits       every rank gathers all logits and computes the whole loss
-    no communication      every rank computes its share, and each all-reduce returns at once: its
-                          results are wrong, its time is the least possible
+    no communication      every rank computes its share, and each all-reduce returns at once: the
+                          results are wrong, and the time is a lower bound
 
-All train the same GPT, from the same weights, on the same tokens, in the same processes, in turns
-of a few steps. Ratios are also given without AdamW's step, which is slow with DTensor.
+All cases train the same GPT from the same weights, on the same tokens, in the same processes, in
+alternating turns of a few steps. Ratios without AdamW's step, slow with DTensor, are also given.
 """
 
 import time
@@ -31,13 +31,13 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.runtime.attach import attach
 
 ROWS, LENGTH, VOCAB = 8, 64, 1024  # the batch, shared by all ranks
-STEPS = 5  # in a turn
+STEPS = 5  # per turn
 FLOOR = "no communication"
 WITHOUT_ADAMW = "forward_backward_s"
 
 
 class Silent(Comm):
-    """A communicator with all-reduces that do nothing: each rank keeps its own values."""
+    """A communicator whose all-reduces return at once: each rank keeps its own values."""
 
     def all_reduce(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
         return None
@@ -74,7 +74,7 @@ CONTESTS = [
 
 
 def stepper(case: Case, model: str, rows: int = ROWS) -> Callable[[], tuple[float, float]]:
-    """A function that runs one step and returns when backward ended, and the loss."""
+    """A function that runs one step and returns the end time of backward, and the loss."""
     torch.manual_seed(0)
     parallel = case.parallelize(GPT.preset(model, vocab=VOCAB, context=LENGTH))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LR)
@@ -93,7 +93,7 @@ def stepper(case: Case, model: str, rows: int = ROWS) -> Callable[[], tuple[floa
 
 
 def _turn(comm: Comm, step: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """Mean seconds of a step, and of its forward and backward."""
+    """Mean seconds per step, and of its forward and backward alone."""
     step_s = forward_backward_s = 0.0
     for _ in range(STEPS):
         comm.barrier()
@@ -124,12 +124,12 @@ def bench_tensor_parallel(
     turns: int = 20,
     transport: str | None = None,
 ) -> list[StepTimes]:
-    """Time all cases for each number of ranks and each model, a labkit preset."""
+    """Time all cases for each number of ranks and each model (a labkit preset)."""
     return harness.on_worlds(_on_rank, ranks, models, transport, turns)
 
 
 def table(measured: Sequence[StepTimes]) -> Table:
-    """A row for each contest, with its ratio and its aim, and the ratio without AdamW."""
+    """One row per contest, with its ratio and aim, and the ratio without AdamW."""
     return harness.contest_table(
         measured,
         f"Tensor-parallel step, {ROWS} x {LENGTH} tokens for all ranks, in ms",

@@ -1,6 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
-predictions; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws results of
-other machines, saved in labkit/bench/results.
+predictions; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws results
+from other machines, saved in labkit/bench/results.
 """
 
 import json
@@ -26,18 +26,18 @@ DTYPES = {short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """The measured times; `about` describes the device, torch, the date and the paced bus."""
+    """Measured transfer times; `about` describes the device, torch, the date and the paced bus."""
 
     about: dict[str, Any]
     measured: list[Measured]
 
     @property
     def rates(self) -> Rates:
-        """The rate of each memory and bus, from the ways with a single part."""
+        """The rate of each memory and bus, from transfers with a single part."""
         return rates_of(self.measured, self.about["paced_gbps"])
 
     def save(self, path: str | Path) -> Path:
-        """Write everything as JSON, for `read_transfers`."""
+        """Write all measurements as JSON, for `read_transfers`."""
         rows = [
             {**vars(x.way), "dtype": short(x.way.dtype), "to": short(x.way.to)}
             | {"done_s": x.done_s, "returned_s": x.returned_s}
@@ -64,8 +64,8 @@ def read_transfers(path: str | Path) -> TransferTimes:
 def bench_transfers(
     mb: float = 64.0, gbps: float = 16.0, turns: int = 9, to: str = "fp16"
 ) -> TransferTimes:
-    """Time `mb` megabytes (1e6 bytes) of fp32 on every way of this machine, to fp32 and to the
-    dtype `to`; also over a paced bus of `gbps` Gbit/s, unless it is 0.
+    """Time every way to move `mb` megabytes (1e6 bytes) of fp32 on this machine, to fp32 and to
+    dtype `to`; also over a paced bus of `gbps` Gbit/s, unless `gbps` is 0.
 
     Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
@@ -91,7 +91,7 @@ def bench_transfers(
 
 
 def table(times: TransferTimes) -> Table:
-    """A row for each way; the fastest for its ends and dtypes is bold."""
+    """One row per way; the fastest way for each source, target and dtypes is bold."""
     numel, rates = times.measured[0].numel, times.rates
     words = ("from → to", "as", "cast", "memory", "call")
     shown = titled(
@@ -119,7 +119,7 @@ def table(times: TransferTimes) -> Table:
 
 
 def fastest_of(measured: Sequence[Measured]) -> list[Measured]:
-    """The fastest way for each combination of ends and dtypes."""
+    """The fastest way for each source, target and dtypes."""
     best: dict[tuple[Any, ...], Measured] = {}
     for x in sorted(measured, key=lambda x: x.done_s):
         best.setdefault((*x.way.ends, x.way.dtype, x.way.to), x)

@@ -1,4 +1,4 @@
-"""The command line, one file for each topic. A command imports what it needs when it runs, so that
+"""The command line, one file per topic. A command imports its dependencies when it runs, so that
 `--help` is immediate.
 """
 
@@ -12,5 +12,5 @@ for name in ("train", "doctor", "runs", "schedule", "nccl_log", "plan", "bench")
 
 
 def main() -> None:
-    """Entry of the command `labkit`."""
+    """Entry point of the `labkit` command."""
     app()

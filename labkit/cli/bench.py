@@ -1,4 +1,4 @@
-"""`labkit bench`: each benchmark is a command with its own options; without a command, all run."""
+"""`labkit bench`: one command per benchmark; without a command, all benchmarks run."""
 
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +27,7 @@ bench = typer.Typer(
 )  # fmt: skip
 app.add_typer(bench, name="bench", cls=ErrorGroup)
 
-Turns = Annotated[int, Option(help="Turns: how often each case is timed.", min=3)]
+Turns = Annotated[int, Option(help="Turns: how many times each case is timed.", min=3)]
 Ranks = Annotated[str, Option(help="Numbers of ranks, separated by commas.")]
 Models = Annotated[str, Option(help="1M, 3.4M or both, separated by commas.")]
 TransportName = Annotated[
@@ -53,7 +53,7 @@ def data_parallel(
     ] = None,
     transport: TransportName = None,
 ) -> None:
-    """Time a step of DDP, ZeRO-1, 2 and 3 beside torch's."""
+    """Time a step of DDP and ZeRO-1, 2 and 3 against torch's."""
     _measure("data_parallel", None, split_words(only), turns=turns, transport=transport)
 
 
@@ -69,7 +69,7 @@ def tensor_parallel(
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """Time a step of tensor parallelism beside torch's DTensor."""
+    """Time a step of tensor parallelism against torch's DTensor."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("tensor_parallel", save, sizes, names, turns, transport)
 
@@ -89,7 +89,7 @@ def pipeline(
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """Time a pipeline step beside torch's with the same schedule, and the lower bound of both."""
+    """Time a pipeline step against torch's with the same schedule, and against a lower bound."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
@@ -106,13 +106,13 @@ def precision(
     ] = None,
     save: Save = None,
 ) -> None:
-    """Time a step in each number format; mixed precision and recomputation beside torch's."""
+    """Time a step in each number format; mixed precision and recomputation against torch's."""
     _measure("precision", save, split_words(only), turns=turns)
 
 
 @bench.command()
 def replay(turns: Turns = 10) -> None:
-    """Time DDP steps over a paced link, predicted by a replay and measured."""
+    """Compare DDP step times over a paced link: predicted by a replay, and measured."""
     _measure("replay", None, turns=turns)
 
 
@@ -147,7 +147,7 @@ def collectives(
         str, Option(help="float32, float64, float16, bfloat16, int32, int64 or uint8.")
     ] = "float32",
     redop: Annotated[str, Option(help="sum, min, max or product.")] = "sum",
-    turns: Annotated[int, Option(help="Turns: how often each case is timed.")] = 9,
+    turns: Annotated[int, Option(help="Turns: how many times each case is timed.")] = 9,
     check: Annotated[bool, Option(help="Count wrong elements.")] = True,
     transport: TransportName = None,
     save: Save = None,

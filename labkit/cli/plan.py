@@ -1,4 +1,4 @@
-"""`labkit plan`: rank the layouts of a model on a cluster, or check whether any fits."""
+"""`labkit plan`: rank the layouts of a model on a cluster, or check whether any layout fits."""
 
 import json
 from dataclasses import asdict, replace
@@ -83,9 +83,9 @@ def plan(
         ),
     ] = False,
 ) -> None:
-    """List all layouts of a GPT that fit on a cluster, the fastest first, and compare them.
+    """List and compare all layouts of a GPT that fit on a cluster, fastest first.
 
-    The time of each is a replay of what its stages compute, send and hold.
+    Each layout's step time comes from a replay of its compute and communication.
     """
     from labkit.clusters import cluster as find_cluster
 
@@ -153,7 +153,7 @@ def _in_terminal(words: "Words") -> Table:
 def _fit(
     sizes: "Sizes | None", where: "Cluster", batch: int, largest: bool, asked: dict[str, Any]
 ) -> "Fit":
-    """The fit of the model, or of the largest published model that fits; else of the smallest."""
+    """The fit of the model, else of the largest published model that fits, else of the smallest."""
     from labkit.replaying.planning import ranking
     from labkit.replaying.planning.published import MODELS
 
@@ -164,7 +164,7 @@ def _fit(
     for model in sorted(MODELS.values(), key=lambda model: -model.parameters):
         try:
             fit = ranking.fits(model, where, batch, **asked)
-        except ValueError as error:  # its sizes do not divide; try the next
+        except ValueError as error:  # sizes not divisible; try the next model
             invalid = error
             continue
         if fit.fits:
@@ -175,7 +175,7 @@ def _fit(
 
 
 def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
-    """Exits with status 1 if it does not fit."""
+    """Print a fit. Exits with status 1 if the model does not fit."""
     report = fit.report
     if as_json:
         contents = {
@@ -196,8 +196,8 @@ def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
 
 
 def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
-    """The named model with the given changes, or a model of your own; None if nothing was
-    given."""
+    """The named model with the given changes, a model of your own, or None without a name
+    and sizes."""
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.published import model
 

@@ -68,9 +68,9 @@ def replay(
         Option(help="Write a trace of one cluster for Perfetto.", callback=check_output),
     ] = None,
 ) -> None:
-    """Replay a recorded run on other clusters: the parts of its step, and its timeline.
+    """Replay a recorded run on other clusters: report the parts of a step, and draw a timeline.
 
-    The run needs a detailed step (`record(detail_step=1)`, as in `labkit compare`), or use
+    The run needs a detailed step (`record(detail_step=1)`, as in `labkit compare`); otherwise, use
     --measured.
     """
     from labkit import plot

@@ -8,7 +8,7 @@ from typer import Argument, Option
 from labkit.cli.terminal import app, console, save_picture
 from labkit.foreign import check_picture
 
-MOST_FORWARDS = 20_000  # of a schedule that is printed
+MOST_FORWARDS = 20_000  # limit for printed schedules
 
 
 @app.command(

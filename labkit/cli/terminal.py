@@ -1,4 +1,4 @@
-"""The app, its console, how its commands report errors, and options that several commands have."""
+"""The app, its console, error reports, and options shared by several commands."""
 
 import re
 from pathlib import Path
@@ -29,12 +29,12 @@ Plot = Annotated[Path | None, Option(help="Draw it, as a PNG file.", callback=ch
 
 
 def split_words(text: str | None) -> list[str]:
-    """ "ring, tree" -> its words."""
+    """ "ring, tree" -> ["ring", "tree"]."""
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 def split_numbers(option: str, text: str) -> list[int]:
-    """ "2,4" -> the numbers. Raises ValueError, naming the option, for anything else and none."""
+    """ "2,4" -> [2, 4]. Raises ValueError, naming the option, for any other or an empty text."""
     words = split_words(text)
     if wrong := [word for word in words or [text] if not word.isdecimal()]:
         raise ValueError(f"--{option} {wrong[0]!r}: give whole numbers, as --{option} 2,4")
@@ -42,21 +42,21 @@ def split_numbers(option: str, text: str) -> list[int]:
 
 
 def print_table(table: Table) -> None:
-    """Print at the width that the columns need, even on a narrower terminal: numbers stay whole."""
+    """Print at the width that the columns need, even on a narrower terminal: numbers never wrap."""
     unlimited = console.options.update(max_width=1000)
     width = Measurement.get(console, unlimited, table).maximum
     Console(width=max(width, console.width)).print(table)
 
 
 def save_picture(figure: Any, path: Path, dpi: float | str = 120, quiet: bool = False) -> None:
-    """Write the figure, and print where it is."""
+    """Save the figure, and print its path."""
     figure.savefig(path, dpi=dpi)
     if not quiet:
         console.print(f"Picture: {markup(path)}", soft_wrap=True)
 
 
 class ErrorGroup(TyperGroup):
-    """Commands that report errors a user can fix in a sentence, without a traceback."""
+    """A command group that reports user errors in one sentence, without a traceback."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:

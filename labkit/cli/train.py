@@ -84,7 +84,7 @@ def run(
         Path | None, Option(help="Record the run in this folder, for `labkit view`.")
     ] = None,
 ) -> None:
-    """Train with one strategy, on ranks that it starts or that torchrun has started."""
+    """Train with one strategy, on ranks started by this command or by torchrun."""
     from labkit.compare import fitting
     from labkit.recipes import recipe
     from labkit.runtime.attach import attach

@@ -1,6 +1,6 @@
-"""The rates and sizes of a cluster. Ranks count node by node: with 8 devices per node, ranks 0 to 7
-are on the first. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1.
-For a what-if, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
+"""Cluster rates and sizes. Ranks are numbered node by node: with 8 devices per node, ranks 0 to 7
+are on node 0. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1.
+For what-if analysis, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A matmul is computed in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
+    """A device. Matmuls run in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
 
     name: str
-    peak_flops: Mapping[str, float]  # of matmuls, by dtype ("bfloat16"); a multiply-add counts as 2
+    peak_flops: Mapping[str, float]  # matmul peak by dtype ("bfloat16"); a multiply-add counts as 2
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float  # the minimum time of an operation
-    matmul_reached: float = 1.0  # by very large matmuls
+    matmul_reached: float = 1.0  # for very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
     host_s: float = 0.0  # per launch; the host runs ahead, and limits only if slower (planning)
-    sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # of each number, by name
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # by field name
 
     def peak_flops_of(self, dtype: str) -> float:
-        """Raises ValueError for a dtype without a rate."""
+        """Peak FLOP/s. Raises ValueError for a dtype without a rate."""
         if dtype not in self.peak_flops:
             raise ValueError(
                 f"{self.name} has no rate for {dtype}; it has {', '.join(self.peak_flops)}"
@@ -39,20 +39,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Level:
-    """The links inside nodes, or those between nodes."""
+    """The links inside nodes, or the links between nodes."""
 
     name: str
-    bytes_per_s: float  # of each port, in each direction
-    latency_s: float  # of one message, or one step of a ring
-    ports: int  # of each node
+    bytes_per_s: float  # per port and direction
+    latency_s: float  # per message, or per step of a ring
+    ports: int  # per node
     reached: float = 1.0
-    start_s: float = 0.0  # before the first byte of a collective leaves
+    start_s: float = 0.0  # delay before a collective's first byte leaves
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` of `devices_per_node`, with links `inside` nodes and, for several, `between` them."""
+    """`nodes` nodes of `devices_per_node` devices, linked `inside` and `between` nodes."""
 
     name: str
     title: str
@@ -68,8 +68,8 @@ class Cluster:
                 raise ValueError(f"{self.name}: {what}={getattr(self, what)}; choose at least 1")
         if self.nodes > 1 and self.between is None:
             raise ValueError(
-                f"{self.name} has {self.nodes} nodes, but no level between them; add one (in a "
-                "file: a second table of levels), or set nodes=1"
+                f"{self.name} has {self.nodes} nodes, but no level between nodes; add a level "
+                "(in a file: a second table of levels), or set nodes=1"
             )
 
     @property
@@ -77,7 +77,7 @@ class Cluster:
         return self.nodes * self.devices_per_node
 
     def node_of(self, rank: int) -> int:
-        """Raises ValueError for a rank without a device."""
+        """The node of `rank`. Raises ValueError for a rank without a device."""
         if not 0 <= rank < self.size:
             raise ValueError(
                 f"{self.name} has no rank {rank}: its {self.size} devices ({self.nodes} nodes of "
@@ -93,6 +93,6 @@ class Cluster:
         return self.between
 
     def share_bytes_per_s(self, level: Level) -> float:
-        """A device's bandwidth while all devices of its node send separately. (A ring over all of
-        them leaves each node once, with the whole port.)"""
+        """A device's bandwidth while all devices of its node send separately. (A ring over all
+        devices leaves each node once, at a port's full rate.)"""
         return level.bytes_per_s * min(1.0, level.ports / self.devices_per_node)

@@ -1,5 +1,5 @@
-"""Clusters in TOML files: those that labkit knows (known.toml shows the format), and your own. A
-file is validated before it is written, and reads back equal."""
+"""Clusters in TOML files: labkit's own (known.toml shows the format), and yours. A file is
+validated before it is written, and reads back equal."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from typing import Any
 from labkit.clusters.cluster import Cluster, Device, Level
 from labkit.foreign import read_file
 
-# Plausible ranges, to reject 300 for 300 GB/s, or 5 for 5 us: lowest, highest, unit.
+# Plausible ranges (lowest, highest, unit), which reject 300 for 300 GB/s, or 5 for 5 us.
 PLAUSIBLE = {
     "memory_bytes": (1e8, 1e14, "bytes, not GB"),
     "memory_bytes_per_s": (1e8, 1e15, "bytes per second, not GB/s"),
@@ -29,14 +29,14 @@ PLAUSIBLE = {
     "latency_s": (0.0, 2.0, "seconds, not microseconds"),
     "tile": (0.0, 4096.0, "a side of a matrix"),
 }
-DEFAULTS: dict[type, dict[str, Any]] = {  # of each class's numbers; MISSING where required
+DEFAULTS: dict[type, dict[str, Any]] = {  # per class and number; MISSING if required
     kind: {f.name: f.default for f in fields(kind) if f.type is float} for kind in (Device, Level)
 }
 
 
 def cluster(name: str, path: str | Path | None = None) -> Cluster:
-    """A known cluster, or one from the file `path`. Raises ValueError, listing the names, for
-    another name, and as `read_clusters`.
+    """A known cluster, or a cluster from the file `path`. Raises ValueError (listing the names) if
+    none matches, or as `read_clusters` does.
 
     >>> cluster("dgx-h100").size
     1024
@@ -53,14 +53,14 @@ def known_clusters() -> dict[str, Cluster]:
 
 
 def read_clusters(path: str | Path) -> dict[str, Cluster]:
-    """The clusters of your own file, by name; they may use devices that labkit knows. Raises
+    """The clusters in your own file, by name; a cluster may use labkit's known devices. Raises
     FileNotFoundError, or ValueError for an invalid file."""
     return _parse(read_file(path), path)
 
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
-    nothing, if they could not be read back: an implausible number, or one without a source.
+    nothing, if the file could not be read back: a number is implausible or lacks a source.
 
     >>> write_clusters("clusters.toml", {"selene": cluster("selene")})
     """
@@ -161,7 +161,7 @@ def _numbers_of(
 
 def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, str]:
     number, source = given if isinstance(given, list) and len(given) == 2 else (math.nan, "")
-    numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN is not
+    numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN fails this test
     if not (numeric and isinstance(source, str) and source):
         raise ValueError(
             f"{where}: {name} = {given!r}; give a number and its source, as "
@@ -254,7 +254,7 @@ def _source(sources: Mapping[str, str], name: str, what: str) -> str:
 
 
 def _digits(number: float) -> str:
-    """All digits, without a row of zeros: 4.5e+11."""
+    """All digits, without trailing zeros: 4.5e+11."""
     number = float(number)
     if 1e5 <= abs(number) < math.inf:
         return f"{Decimal(repr(number)).normalize():e}"

@@ -1,5 +1,5 @@
 """The labs' framework: predictions, and checks of a student's code on real ranks. A lab's notebook
-calls a check as `check.average(average)`; exercise.py shows how to write one.
+calls a check as `check.average(average)`; exercise.py shows how to write a check.
 """
 
 from labkit.course.exercise import EXERCISES, Exercise, Passed, Score, exercise, report

@@ -1,4 +1,4 @@
-"""Exercises: how to declare one, what a pass shows, and how many points a lab has.
+"""Exercises: how to declare an exercise, what a pass shows, and a lab's points.
 
 In `checks.py` in the lab's folder:
 
@@ -11,8 +11,8 @@ In `checks.py` in the lab's folder:
         if max(ran.sent_bytes) > 8: fail(...)
         yield "8 bytes"
 
-A check runs the student's function, fails with one sentence, and yields a line for each property it
-has proven. The check of an open exercise also yields a `Score`. The notebook calls it:
+A check runs the student's function, fails with one sentence, and yields one line per proven
+property. The check of an open exercise also yields a `Score`. The notebook calls the check:
 
     from labkit.labs.lab_00 import checks as check
     check.average(average)
@@ -110,7 +110,7 @@ class Exercise:
         return self.passed
 
     def _built_on(self, student: Any) -> list[str]:
-        """Exercises of this lab that the student's function calls and that are not passed yet."""
+        """Exercises of this lab that the student's function calls but that are not yet passed."""
         lab = self.name.partition(".")[0]
         called = getattr(getattr(student, "__code__", None), "co_names", ())
         open_names = [

@@ -32,7 +32,7 @@ class CheckFailed(AssertionError):
         return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
-        """For a notebook: the message alone, as no line of the traceback is the student's."""
+        """For a notebook: only the message, as no traceback line is the student's code."""
         first, *others = str(self).split("\n")
         return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
 
@@ -55,7 +55,7 @@ def no_yield(student: Callable[..., Any]) -> None:
 
 
 def no_return(found: Any) -> str:
-    """The hint for a function that returned None; "" for one that returned something else."""
+    """The hint for a function that returned None; "" for any other value."""
     return "Does the function end with a return?" if found is None else ""
 
 
@@ -73,10 +73,10 @@ def equal(
     hint: str = "",
     within: float = 1e-6,
 ) -> None:
-    """Compare one value per rank; fail with the first rank that differs.
+    """Compare one value per rank; fail at the first rank that differs.
 
     Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
-    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right"; `within` the allowed difference,
+    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right"; `within`: the allowed difference,
     relative and absolute (integers must be equal); `hint` is for values of the right type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
@@ -111,7 +111,7 @@ EXACT: dict[type, Callable[[Any], Any]] = {
     tuple: tuple.__iter__, dict: dict.items,
     torch.Tensor: lambda x: torch.Tensor.as_subclass(x, torch.Tensor),
 }  # fmt: skip
-KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages whose subclasses compare honestly
+KNOWN = ("builtins", "labkit", "torch", "numpy")  # packages with trusted subclasses
 
 
 def honest(value: Any) -> Any:

@@ -51,7 +51,7 @@ class Prediction:
         )
 
     def beside(self, heading: str = "measured", /, **measured: Number) -> Table:
-        """The predictions beside `measured` values of the same names, in a column `heading`."""
+        """A table of the predictions next to `measured` values, in a column named `heading`."""
         if not self.numbers:
             self.numbers["it"]
         if measured.keys() != self.numbers.keys():

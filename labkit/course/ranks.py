@@ -25,7 +25,7 @@ from labkit.trace.movement import Movement
 from labkit.trace.recording import watch_collective
 
 WAIT_S = 5.0  # longest wait for a rank that computes; deadlocks are detected at once
-LIMIT_S = 20.0  # of a whole call
+LIMIT_S = 20.0  # for a whole call
 LIBRARIES = (Path(labkit.__file__).parent, Path(torch.__file__).parent, *FOLDERS.values())
 
 _worlds: dict[int, World] = {}
@@ -37,7 +37,7 @@ class Ran:
 
     values: list[Any]  # the values returned
     events: list[list[CommEvent]]  # the operations called on the Comm, in order
-    peak_bytes: list[int]  # peak memory of the tensors made in the call
+    peak_bytes: list[int]  # peak memory of the tensors created in the call
 
     @property
     def sent_bytes(self) -> list[int]:
@@ -87,7 +87,7 @@ def _limited(size: int) -> Iterator[World]:
     except RankInterrupt:
         raise
     except RankError as error:
-        if "the server that ranks are forked from" in str(error):  # all worlds shared it
+        if "the server that ranks are forked from" in str(error):  # shared by all worlds
             close_worlds()
         raise check_failure(error) from None
     finally:
@@ -96,12 +96,12 @@ def _limited(size: int) -> Iterator[World]:
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
-    """Call `play()` on the ranks without LIMIT_S, for slow first calls; one value per rank."""
+    """Call `play()` on each rank without LIMIT_S, for slow first calls; return a value per rank."""
     return _world(size).run(play)
 
 
 def first_backward() -> None:
-    """Make torch import what the first backward with a given gradient needs."""
+    """Trigger the imports of torch's first backward with a given gradient."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
 
@@ -114,7 +114,7 @@ def _one_rank(play: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, lis
 
 
 def close_worlds() -> None:
-    """Close the worlds that are kept for the next check."""
+    """Close the worlds that are kept for later checks."""
     for size in list(_worlds):
         _worlds.pop(size).close()
 
@@ -162,20 +162,20 @@ def _last_lines(trace: str) -> str:
     shown: list[str] = []
     for i, line in enumerate(lines):
         library = any(f"{folder}{os.sep}" in line for folder in LIBRARIES)
-        if place.match(line) and (not library or "wrong_answers.py" in line):  # a test's student
+        if place.match(line) and (not library or "wrong_answers.py" in line):  # a wrong answer
             shown = lines[i : i + 2]
     return "\n".join(f"  {line.strip()}" for line in shown)
 
 
 def only(ran: Ran, ops: Collection[str], expected: str, hint: str = "") -> None:
-    """Fails if a rank calls anything but these operations."""
+    """Fail if a rank calls any operation not in `ops`."""
     for rank, called in enumerate(ran.ops):
         if others := [op for op in called if op not in ops]:
             fail(f"rank {rank} calls {others[0]}.", expected=expected, hint=hint)
 
 
 def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
-    """Fails if a rank calls anything but send, recv, isend and irecv."""
+    """Fail if a rank calls any operation except send, recv, isend and irecv."""
     only(ran, ("send", "recv"), f"{which} alone", "The collective is what you are building.")
 
 
@@ -187,13 +187,13 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
 
 
 def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """As `alone`, for many argument tuples in one call."""
+    """Run `alone` for many argument tuples, in one call."""
     values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
     return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:
-    """The value of a function that takes no Comm, called on one rank; its errors name no rank."""
+    """The value of a function without a Comm argument, run on one rank; errors name no rank."""
     try:
         return run(1, lambda comm, *given: student(*given), *given).values[0]
     except CheckFailed as failed:

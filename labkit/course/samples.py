@@ -11,17 +11,17 @@ from labkit.course.findings import brief, fail
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal random numbers, the same on every rank."""
+    """Normally distributed elements, the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def detached(x: Any) -> Any:
-    """A tensor without its graph, so that it can be sent; anything else unchanged."""
+    """A tensor without its graph, so that it can be sent; any other value unchanged."""
     return x.detach() if isinstance(x, Tensor) else x
 
 
 def small_model() -> nn.Sequential:
-    """A small model, the same on all ranks; not all of its 8 parameters divide by 3."""
+    """A small model, the same on all ranks; not all 8 parameter sizes are divisible by 3."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return nn.Sequential(
@@ -30,7 +30,7 @@ def small_model() -> nn.Sequential:
 
 
 def some_rows(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets with errors that grow from row to row, so that ranks' shares differ."""
+    """Inputs and targets with errors that grow from row to row, so that ranks' gradients differ."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 6, generator=generator)
     return x, torch.randn(rows, 3, generator=generator) * torch.arange(1, rows + 1)[:, None]
@@ -44,7 +44,7 @@ def right_gradients(size: int, seed: int = 0, rows: int = 0) -> dict[str, Tensor
 
 
 def gradient_bytes() -> list[int]:
-    """Bytes of each gradient of the small model, in order of the parameters."""
+    """Bytes of each gradient of the small model, in the order of the parameters."""
     return [p.nbytes for p in small_model().parameters()]
 
 
@@ -63,7 +63,7 @@ class Passing(torch.autograd.Function):
 
 
 def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
-    """Fails unless `counts`, returned on this rank, splits `gradients` gradients into buckets."""
+    """Fail unless `counts`, returned on this rank, splits `gradients` gradients into buckets."""
     right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
     if not right or sum(counts) != gradients:
         fail(

@@ -41,7 +41,7 @@ def show(target: Any, since: str = "", until: str = "") -> Code:
 
     Args:
         target: the object itself, or its path: "parallel/ddp/ddp.py:DDP.forward".
-        since, until: text in the first line to show, and in the line after the last.
+        since, until: text in the first line to show, and in the line after the last line.
 
     Raises ValueError for an unknown path or text: a lab must fail when the code has changed."""
     if isinstance(target, str):

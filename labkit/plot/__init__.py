@@ -1,19 +1,19 @@
-"""Plots, each the value of a notebook cell. A concept has the same color in all of them.
+"""Plots for notebook cells. Each concept keeps one color across all plots.
 
-recorded runs    timeline, memory, compare (several runs), view (with sliders)
-communication    mesh, bandwidth, nccl (rings and trees of a log),
+recorded runs    timeline, memory, compare (runs side by side), view (with sliders)
+communication    mesh, bandwidth, nccl (rings and trees from a log),
                  movement and steps (a collective, step by step)
-pipelines        schedule, schedules (several, on one time axis)
-memory           bill (a layer's activations), front (peak memory against recomputation),
-                 step_memory, transfers and loading (between memories)
-planning         plan, plan_view (with sliders), calibration (measured and predicted)
+pipelines        schedule, schedules (side by side on one time axis)
+memory           bill (a layer's activations), front (peak memory against recomputation share),
+                 step_memory, transfers (between memories), loading (of weights)
+planning         plan, plan_view (with sliders), calibration (measured against predicted step times)
 number formats   bits, flip_bits (with buttons), number_line, magnitudes
 
 from labkit import plot
 
 plot.timeline(trace)
 plot.compare({"ddp": ddp_trace, "zero-1": zero_trace})
-plot.schedule(gpipe(4, 8), figure=figure)  # drawn into `figure` instead of a new one
+plot.schedule(gpipe(4, 8), figure=figure)  # draws into an existing figure
 """
 
 from labkit.lazy import lazy

@@ -1,5 +1,5 @@
-"""Activation memory: the bill of a layer, term by term of sbw(34 + 5as/w); plans and their Pareto
-front; memory during a step under each choice."""
+"""Activation memory: a layer's bill by term of sbw(34 + 5as/w), the Pareto front of recomputation
+plans, and memory during a step for each run."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -15,14 +15,14 @@ from labkit.plot.style import COLORS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
 
-# Each part of a layer has shades of one color: attention scores, the rest of attention, the MLP,
-# norms and the rest.
+# Shades of one color per part of a layer: attention scores, other attention terms, the MLP, and
+# norms with all remaining terms.
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
     "mlp": "#F2C76B", "": "#C9CED6",
 }  # fmt: skip
-SHORT = {  # other terms: without ": its input"
+SHORT = {  # other terms just drop ": its input"
     "q, k, v: their shared input": "q, k, v\ninput",
     "core: q, k and v": "core:\nq, k, v",
     "core: weights, before and after dropout": "core: weights,\nand after dropout",
@@ -38,12 +38,12 @@ CHOICE_COLORS = {
 
 @styled
 def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
-    """Activation bytes of one layer, a bar per bill: measured terms; a line marks the formula.
+    """Activation bytes of one layer: one bar of measured terms per bill; a line marks the formula.
 
     `bills`: name -> `predict.activation_bill(...)`. Raises ValueError if empty.
     """
     if not bills:
-        raise ValueError('nothing to draw: pass at least one bill, as bill({"none": ...})')
+        raise ValueError('nothing to draw: pass at least one bill, e.g. bill({"none": ...})')
     figure = constrained(figure, 1.7 + 0.62 * len(bills))
     axes = figure.subplots()
     most = max(max(layer.measured_bytes, layer.formula_bytes) for layer in bills.values())
@@ -84,17 +84,17 @@ def front(
     budget_bytes: float | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Peak memory against recomputation: a point per plan, the Pareto front, and the chosen plan.
+    """Peak memory against recomputation: one point per plan, the Pareto front, and the chosen plan.
 
     Args:
-        plans: from `labkit.memory.chooser.plan_of`; those with one choice for all blocks are named.
-        pick: the chosen plan, drawn with a circle.
-        budget_bytes: drawn as a dashed line.
+        plans: from `labkit.memory.chooser.plan_of`; plans with one choice throughout are labeled.
+        pick: the chosen plan, which is circled.
+        budget_bytes: memory limit, drawn as a dashed line.
 
     Raises ValueError if `plans` is empty.
     """
     if not plans:
-        raise ValueError("nothing to draw: pass a list of plans, as front([plan_of(...), ...])")
+        raise ValueError("nothing to draw: pass a list of plans, e.g. front([plan_of(...), ...])")
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     scale, unit = byte_unit(max(plan.peak_bytes for plan in plans))
@@ -138,17 +138,17 @@ def step_memory(
     runs: Mapping[str, Trace], predicted: Mapping[str, float] | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """Memory during one step under each choice, with forward and backward at equal width.
+    """Memory during one step of each run, with forward and backward drawn at equal width.
 
     Args:
-        runs: name -> trace, recorded with a step in detail.
-        predicted: name -> peak in bytes, drawn as a dashed line.
+        runs: name -> trace with a detailed step.
+        predicted: name -> predicted peak in bytes, drawn as a dashed line.
 
-    Raises ValueError if `runs` is empty or a run has no step in detail.
+    Raises ValueError if `runs` is empty or a run has no detailed step.
     """
     curves = {name: _curve(detailed_step(trace)) for name, trace in runs.items()}
     if not curves:
-        raise ValueError('nothing to draw: pass recorded runs, as step_memory({"none": trace})')
+        raise ValueError('nothing to draw: pass recorded runs, e.g. step_memory({"none": trace})')
     figure = constrained(figure, 4.2)
     axes = figure.subplots()
     most = max(held.max() for _, held in curves.values())
@@ -176,7 +176,7 @@ def step_memory(
 
 
 def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Times (forward 0 to 1, backward 1 to 2), and the bytes held from each time on."""
+    """Times (forward: 0 to 1, backward: 1 to 2), and bytes in use from each time on."""
     rank: RankTrace = next(iter(trace.ranks.values()))
     (begin_s, middle_s), (_, end_s) = _times(rank, "forward"), _times(rank, "backward")
     when_s = np.array([point.when_s for point in rank.memory])
@@ -190,7 +190,7 @@ def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _times(rank: RankTrace, phase: str) -> tuple[float, float]:
-    """Begin and end of a phase in seconds."""
+    """Start and end time of a phase, in seconds."""
     spans = [x for x in rank.spans if x.phase == phase and x.depth == 0 and x.ended_s]
     if not spans:
         raise ValueError(f"this run has no {phase} pass; record a whole training step in detail")

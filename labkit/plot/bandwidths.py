@@ -1,5 +1,5 @@
-"""Bus bandwidth against size, measured and by the alpha-beta model. Both axes are logarithmic, to
-compare algorithms at 4 KiB as well as at 64 MiB."""
+"""Bus bandwidth against size: measured, and by the alpha-beta model. Both axes are logarithmic, so
+that algorithms can be compared at 4 KiB as well as at 64 MiB."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_un
 
 PANEL_IN = 3.2
 MOST_TICKS = 9
-ROOM = 2.0  # factor below, and squared above, the measured rates
+ROOM = 2.0  # the y-axis extends by this factor below the rates and by its square above
 LEVELS = 3  # heights for the names of crossovers, so that neighbors do not overlap
 
 
@@ -25,12 +25,12 @@ def bandwidth(
     sweep: Sweep | str | Path, op: str | None = None, ranks: int | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """Bus bandwidth against size: measured (points, solid) and by fitted alpha and beta (dashed). A
-    dotted line marks a crossover: from there on, the fits favor another of labkit's algorithms.
+    """Bus bandwidth against size: measured (points, solid) and from fitted alpha and beta (dashed).
+    A dotted line marks a crossover, above which a different labkit algorithm has the best fit.
 
     Args:
-        sweep: from `labkit.bench.bench_collectives`, or the file it was saved in.
-        op, ranks: the operation and number of ranks to draw; None draws a panel for each.
+        sweep: from `labkit.bench.bench_collectives`, or the path of a saved sweep.
+        op, ranks: the operation and the number of ranks to draw; None draws a panel per value.
 
     Raises ValueError if nothing in the sweep matches.
     """
@@ -94,7 +94,7 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
 
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
-    """Mark where another algorithm becomes the fastest."""
+    """Mark the sizes at which the fastest algorithm changes."""
     backends_own = {point.algorithm for point in points if point.own}
     candidates = [fit for name, fit in fits.items() if name not in backends_own]
     if len(candidates) < 2:

@@ -1,11 +1,11 @@
-"""The contents of a timeline: the bars of each rank in lanes, the legend, and the title.
+"""Timeline contents: each rank's bars in lanes, the legend, and the title.
 
 0 ─┬───────────────────────┬───────────────┬───────────
-   │ depth 0 and 1         │   waiting     │            the lane of computing
+   │ depth 0 and 1         │   waiting     │            compute lane
    ├─────────┬─────────────┤               │
 1 ─┴─depth 2─┴─────────────┴───────────────┴───────────
       ┌─────────┐  ┌──────┐
-      └─────────┘  └──────┘                              lanes of communication
+      └─────────┘  └──────┘                              communication lanes
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from labkit.plot.style import PAPER, PHASES, UNFINISHED, WAITING, in_order, shad
 from labkit.trace import RankTrace, Span, Trace
 from labkit.trace.measures import Intervals, end_of, lanes, overlap, union, waiting, without
 
-TOPS = (0.0, 0.0, 0.5, 0.78)  # tops of spans of depth 0, 1, 2, and 3 or more in their lane
+TOPS = (0.0, 0.0, 0.5, 0.78)  # top of a span in its lane by depth: 0, 1, 2, 3 or more
 COMM_HEIGHT, COMM_GAP = 0.55, 0.07
-MOST_LANES = 2  # of communication at full height below the first; more share this space
+MOST_LANES = 2  # full-height communication lanes below the first; more lanes share this space
 RANK_GAP = 0.4
 
 
 class Bar(NamedTuple):
-    """An interval to draw. Heights count downward from the top of its rank; the computing lane is 1
-    high. Open bars and waits have a vermilion outline."""
+    """An interval to draw. Heights increase downward from the top of the rank; the compute lane has
+    height 1. Open bars and waits get a vermilion outline."""
 
     top: float
     bottom: float
@@ -39,14 +39,14 @@ class Bar(NamedTuple):
     color: str
     names: tuple[str, ...]  # the first name that fits is written between `top` and `names_to`
     names_to: float
-    free_ms: tuple[float, float] | None = None  # the longest part without waits; None: all
+    free_ms: tuple[float, float] | None = None  # longest interval without waits; None: whole bar
 
 
 class RankBars(NamedTuple):
     """The bars of one rank, back to front."""
 
     bars: list[Bar]
-    groups: list[str]  # of each communication lane, from the top; "messages": send and recv only
+    groups: list[str]  # one per communication lane, top to bottom; "messages": only send and recv
 
     @property
     def height(self) -> float:
@@ -55,7 +55,7 @@ class RankBars(NamedTuple):
 
 
 def lane_place(lane: int, lanes: int) -> tuple[float, float]:
-    """Top and bottom of communication lane `lane` (from 0) of `lanes`."""
+    """Top and bottom of communication lane `lane` (counted from 0) out of `lanes`."""
     if lane == 0:
         return 1 + COMM_GAP, 1 + COMM_GAP + COMM_HEIGHT
     scale = min(1.0, MOST_LANES / (lanes - 1))
@@ -64,11 +64,11 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
 
 
 def bars_of(rank: RankTrace, end_s: float) -> RankBars:
-    """All bars of a rank; unfinished records are open until `end_s`."""
+    """All bars of a rank; bars of unfinished records stay open until `end_s`."""
     waits = list(_waits(rank, end_s))
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
     bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(rank, end_s)] + waits
-    comms = [  # begin 0.0: only issued
+    comms = [  # began_s is 0.0 if only issued
         x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=inf)
         for x in rank.comms
     ]
@@ -77,13 +77,13 @@ def bars_of(rank: RankTrace, end_s: float) -> RankBars:
         top, bottom = lane_place(lane, len(in_lanes))
         for event in events:
             number = event.seq
-            if event.peer is not None and _is_message(event):  # the same on both ends
+            if event.peer is not None and _is_message(event):  # same color on sender and receiver
                 number += rank.rank + event.ranks[event.peer] + event.tag
             when = _when(event.began_s, event.ended_s, end_s)
             color = shade(event.op, number)
             bars.append(Bar(top, bottom, *when, color, _event_names(event), bottom))
     collective = {x.group for x in comms if not _is_message(x)}
-    # A lane of messages alone must not be called "all ranks".
+    # A lane that holds only messages must not be labeled "all ranks".
     groups = [
         "messages" if group not in collective and _is_default(group) else group
         for group, _ in in_lanes
@@ -92,7 +92,7 @@ def bars_of(rank: RankTrace, end_s: float) -> RankBars:
 
 
 def _when(begin_s: float, ended_s: float, end_s: float) -> tuple[float, float, bool]:
-    """Begin and end in ms, and whether the interval is open (it ends at infinity)."""
+    """Begin and end in ms, and whether the interval is open (ends at infinity)."""
     return begin_s * 1e3, min(ended_s, end_s) * 1e3, ended_s == inf
 
 
@@ -106,7 +106,7 @@ def _is_default(group: str) -> bool:
 
 def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
     spans = sorted(rank.spans, key=lambda x: (x.began_s, x.depth))
-    roots: dict[str, int] = {}  # depth of the root module: a strategy may wrap it
+    roots: dict[str, int] = {}  # depth of the root module, which a strategy may wrap
     for span in spans:
         if not span.module:
             roots[span.phase] = max(span.depth, roots.get(span.phase, 0))
@@ -118,23 +118,23 @@ def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
             and following.began_s < (span.ended_s or end_s)
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
-        names = () if depth == 0 and parent else _module_names(span)  # else the children are named
+        names = () if depth == 0 and parent else _module_names(span)  # children have names
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(TOPS[depth], 1.0, *when, PHASES[span.phase], names, names_to)
 
 
 def _module_names(span: Span) -> tuple[str, ...]:
-    """The path and its ends: for "blocks.0.mlp.up" also "mlp.up" and "up"."""
+    """The path and its suffixes: for "blocks.0.mlp.up" also "mlp.up" and "up"."""
     if not span.module:
         return (span.kind or span.phase,)
-    if span.kind == "microbatch":  # of a pipeline: a number
+    if span.kind == "microbatch":  # in a pipeline: the micro-batch
         return (span.module,)
     parts = span.module.split(".")
     return tuple(".".join(parts[i:]) for i in range(len(parts)) if not parts[i].isdigit())
 
 
 def _free(bar: Bar, waited_ms: Intervals) -> tuple[float, float]:
-    """The longest part without waits, which has room for a name."""
+    """The longest interval without waits, where a name fits best."""
     left = without([(bar.begin_ms, bar.end_ms)], waited_ms)
     return max(left, key=lambda x: x[1] - x[0], default=(bar.begin_ms, bar.begin_ms))
 
@@ -184,14 +184,14 @@ def unfinished(trace: Trace) -> bool:
 
 
 def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) -> str:
-    """The step, the number of ranks, the duration, and the share of hidden communication."""
+    """The title: step, number of ranks, duration, and share of hidden communication."""
     shown = Trace({rank: part.ranks[rank] for rank in ranks})
     traces = shown.ranks.values()
     last_ms = end_of(part) * 1e3
     last = f"{last_ms:,.0f} ms" if last_ms >= 100 else f"{last_ms:.3g} ms"
     of = f"{len(ranks)} of " if len(ranks) < part.size else ""
     alike = ""
-    if any(x.alike for x in traces):  # a rank that represents others
+    if any(x.alike for x in traces):  # a rank that represents identical ranks
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
     where, link = part.about.get("replayed"), part.about.get("link")
     has_comms = any(x.ended_s for rank in traces for x in rank.comms)
@@ -209,14 +209,14 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
 
 
 def speed_of(link: Mapping[str, Any]) -> str:
-    """The speed of a link with one or two levels, in words."""
+    """A link's speed as text, for one or two levels."""
     if "inside" not in link:
         return f"{link['gbps']:g} Gbit/s"
     return f"{speed_of(link['inside'])} inside nodes, {speed_of(link['between'])} between"
 
 
 def group_name(group: str) -> str:
-    """Shorten a communicator's "default" or "3 (ranks 0, 2)" for a narrow margin."""
+    """Shorten a communicator's name, "default" or "3 (ranks 0, 2)", for a narrow margin."""
     if _is_default(group):
         return "all ranks"
     name = group.partition(" of world ")[0]

@@ -1,4 +1,4 @@
-"""A number as the bits of one or more formats: sign, exponent, fraction, and the formula."""
+"""A number's bits in one or more formats: sign, exponent and fraction, with the formula."""
 
 from fractions import Fraction
 
@@ -22,18 +22,18 @@ def bits(
     patterns: "list[int] | None" = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """A number in each format: its bits, the formula that they encode, and the rounding error.
+    """A number in each format: the bits, the formula they encode, and the rounding error.
 
     Args:
-        value: rounded to each format.
+        value: the number to round to each format.
         formats: names in `labkit.precision.FORMATS`, or a `Format` of your own.
         patterns: bit patterns to show instead of `value`, one per format.
 
-    Raises ValueError without a format, or for an unknown name.
+    Raises ValueError if no format is given or a name is unknown.
     """
     chosen = [format_of(name) for name in formats]
     if not chosen:
-        raise ValueError(f"bits({value}): name a format or several, as bits({value}, 'fp16')")
+        raise ValueError(f"bits({value}): name at least one format, e.g. bits({value}, 'fp16')")
     figure = figure or Picture(AROUND_IN + ROW_IN * len(chosen))
     width_in, height_in = size_in(figure)
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width_in), ylim=(0, height_in))
@@ -93,7 +93,7 @@ def formula(format: Format, pattern: int) -> str:
 
 
 def _error(value: Exact | int, rounded: Exact) -> str:
-    """The rounding error in words."""
+    """The rounding error as text."""
     try:
         error = Fraction(rounded) - Fraction(value)
     except (ValueError, OverflowError):  # an infinity or a NaN

@@ -1,4 +1,4 @@
-"""The choice of the step and the ranks that a plot shows."""
+"""Choosing the step and the ranks that a plot shows."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,10 +6,10 @@ from labkit.trace import Trace
 
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
-    """`step`; if None, the unfinished step, else the first timed step after the warm-up. None for a
-    run without steps, which is drawn as a whole.
+    """`step`; if None, the unfinished step, else the first timed step after the warm-up. Returns
+    None for a run without steps, which is drawn whole.
 
-    Raises ValueError for a step that is not in the trace, or an empty trace.
+    Raises ValueError if `step` is not in the trace or the trace is empty.
     """
     if not any(True for rank in trace.ranks.values() for _ in rank.timed_records()):
         raise ValueError(
@@ -26,13 +26,13 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
 
 def usual_steps(trace: Trace) -> list[int]:
-    """The timed steps except the run's first; without any, the timed steps, or all."""
+    """Timed steps after the run's first step; if none, all timed steps; if none, all steps."""
     steps, timed = trace.steps(), trace.steps(detail=False)
     return [step for step in timed if step != steps[0]] or timed or steps
 
 
 def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
-    """`ranks`, or all. Raises ValueError for a rank not in the trace, or an empty `ranks`."""
+    """`ranks`; None: all ranks. Raises ValueError for an unknown rank or an empty `ranks`."""
     if ranks is None:
         return sorted(trace.ranks)
     chosen = list(dict.fromkeys(ranks))

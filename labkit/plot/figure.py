@@ -1,5 +1,5 @@
-"""Figures that a notebook shows once, as a PNG, and elements that plots share: axes with margins in
-inches, stacked bars, named rows, legends, notes."""
+"""Figures that a notebook shows once, as a PNG, and elements shared by plots: axes with margins in
+inches, stacked bars, row labels, legends, notes."""
 
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -17,14 +17,14 @@ from matplotlib.transforms import Bbox, ScaledTranslation
 
 from labkit.plot.style import CATEGORIES, DPI, FAINT, PAPER, SETTINGS, SMALL_PT, WIDTH_IN
 
-LEGEND_IN = 0.5  # below the axes: under the tick labels and the unit
+LEGEND_IN = 0.5  # distance below the axes, past tick labels and unit
 
 styled = matplotlib.rc_context(SETTINGS)  # decorator: our settings replace the notebook's
 
 
 class Picture(Figure):
-    """A matplotlib Figure that is the value of its cell. Once pyplot has been imported, IPython
-    shows any Figure as a PNG; before that, it calls `_repr_png_`."""
+    """A matplotlib Figure to use as a cell's value. After pyplot is imported, IPython shows any
+    Figure as a PNG; before the import, IPython calls `_repr_png_`."""
 
     def __init__(self, height_in: float, **options: Any):
         whole_pixels = round(height_in * DPI)
@@ -32,7 +32,7 @@ class Picture(Figure):
         FigureCanvasAgg(self)
 
     def get_tightbbox(self, *args: Any, **kwargs: Any) -> Bbox:
-        """The whole figure: IPython would cut off our margins."""
+        """Return the whole figure's box; IPython would otherwise crop our margins."""
         return Bbox.from_bounds(0, 0, *self.get_size_inches())
 
     def _repr_png_(self) -> bytes:
@@ -40,28 +40,28 @@ class Picture(Figure):
 
 
 def constrained(figure: Figure | None, height_in: float) -> Figure:
-    """`figure`, or a new one of this height, with matplotlib's constrained layout."""
+    """`figure`, or a new figure of this height, with matplotlib's constrained layout."""
     figure = figure or Picture(height_in)
     if figure.get_layout_engine() is None:
-        figure.figure.set_layout_engine("constrained")  # of the whole, if it is a subfigure
+        figure.figure.set_layout_engine("constrained")  # the root figure, for a subfigure
     return figure
 
 
 @styled
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file, lightly compressed to keep sliders fast."""
+    """Encode the figure as a PNG file, lightly compressed to keep sliders fast."""
     file = BytesIO()
     figure.savefig(file, format="png", dpi=figure.dpi, pil_kwargs={"compress_level": 3})
     return file.getvalue()
 
 
 def size_in(figure: Figure) -> tuple[float, float]:
-    """Width and height in inches; also of a subfigure."""
+    """Width and height of a figure or subfigure, in inches."""
     return figure.bbox.width / figure.dpi, figure.bbox.height / figure.dpi
 
 
 def lane_axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
-    """Axes for lanes over time, with these margins in inches."""
+    """Axes for lanes over time; `left`, `right`, `top` and `bottom` are margins in inches."""
     width, height = size_in(figure)
     place = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
     axes = figure.add_axes(place)
@@ -71,7 +71,7 @@ def lane_axes(figure: Figure, left: float, right: float, top: float, bottom: flo
 
 
 class BarPart(NamedTuple):
-    """One segment of every stacked bar."""
+    """A category of stacked bars: one segment in each bar."""
 
     label: str
     lengths: Sequence[float]
@@ -81,7 +81,7 @@ class BarPart(NamedTuple):
 
 
 def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[BarPart]:
-    """A segment per category in any of the memories, in bytes divided by `scale`."""
+    """Bar segments for each category that occurs in `memories`, as bytes / `scale`."""
     return [
         BarPart(category, [memory.get(category, 0) / scale for memory in memories], color)
         for category, color in CATEGORIES.items()
@@ -92,7 +92,7 @@ def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[
 def stacked_bars(
     axes: Axes, parts: Sequence[BarPart], names: Sequence[str] = (), columns: int = 1
 ) -> None:
-    """Horizontal stacked bars, which leave room for many `names`, with a legend below."""
+    """Draw horizontal stacked bars, labeled with `names` if given, and a legend below."""
     base = [0.0] * len(parts[0].lengths)
     most = max(map(sum, zip(*(part.lengths for part in parts))))
     for place, part in enumerate(parts):
@@ -109,14 +109,14 @@ def stacked_bars(
 
 
 def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name the rows, the first on top."""
+    """Label the rows, with the first name at the top."""
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
 
 
 def open_rows(axes: Axes) -> None:
-    """Hide the line left of the rows, and draw vertical grid lines."""
+    """Hide the left axis line and tick marks, and draw vertical grid lines."""
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
@@ -124,7 +124,7 @@ def open_rows(axes: Axes) -> None:
 
 
 def legend_below(axes: Axes, columns: int = 1) -> None:
-    """A legend under the axes, aligned with the row names."""
+    """Add a legend below the axes, aligned with the row labels."""
     below = axes.transAxes + ScaledTranslation(0, -LEGEND_IN, axes.figure.dpi_scale_trans)
     axes.legend(
         loc="upper left", bbox_to_anchor=(-0.02, 0), bbox_transform=below, borderaxespad=0,
@@ -133,13 +133,13 @@ def legend_below(axes: Axes, columns: int = 1) -> None:
 
 
 def legend_row(figure: Figure, handles: Sequence[Artist], **options: Any) -> None:
-    """A legend in one row below everything, in a constrained layout."""
+    """Add a one-row legend at the bottom of a figure with constrained layout."""
     columns = len(handles) or 1
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, **options)
 
 
 def legend_strip(figure: Figure, entries: Mapping[str, Any]) -> Legend:
-    """A legend at the lower edge of the figure, in one row or two."""
+    """Add a legend at the bottom edge of the figure, in one or two rows."""
     inches = sum(0.5 + 0.075 * len(name) for name in entries)
     rows = 1 if inches < WIDTH_IN else 2
     return figure.legend(
@@ -153,11 +153,11 @@ def note(
     axes: Axes, text: str, place: tuple[float, float], offset_pt: tuple[float, float],
     **options: Any,
 ) -> Annotation:  # fmt: skip
-    """A text at an offset from a point of the axes."""
+    """Add text at an offset from a point on the axes."""
     return axes.annotate(text, place, offset_pt, textcoords="offset points", **options)
 
 
 def label(axes: Axes, place: tuple[float, float], text: str, **options: Any) -> Text:
-    """A text centered on a point of the axes."""
+    """Add text centered on a point of the axes."""
     usual: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": SMALL_PT}
     return axes.text(*place, text, **usual | options)

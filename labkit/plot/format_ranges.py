@@ -1,5 +1,5 @@
-"""The range of each format, its values near zero, and the magnitudes of tensors against the range
-of a dtype.
+"""Format ranges, values near zero, and the magnitudes of tensors compared with the range of a
+dtype.
 
        becomes 0  │    subnormal   │            full precision            │ becomes inf
                   │          ▂▅▇█▇▅│▂                                     │
@@ -24,12 +24,12 @@ from labkit.plot.style import BLUE, GRAY, INK, MUTED, ORANGE, SMALL_PT, VERMILIO
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
-ALL_10 = (-47.0, 41.0)  # powers of ten on the axis: all of fp32 and shorter formats
-VALUES_10 = (-16.0, 7.0)  # with values: fp16 and shorter formats, or the range of the values
+ALL_10 = (-47.0, 41.0)  # exponents of ten on the axis: cover fp32 and narrower formats
+VALUES_10 = (-16.0, 7.0)  # with `values`: cover fp16 and narrower formats, or all `values`
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 MOST_VALUES = 2000
 
-PANEL_IN, MARGIN_IN = 1.25, 0.75  # of magnitudes
+PANEL_IN, MARGIN_IN = 1.25, 0.75  # for `magnitudes`
 MOST_BINS = 160
 
 Formats = Sequence[Format | str]
@@ -44,13 +44,13 @@ def number_line(
     values: torch.Tensor | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """The range of each format on an axis of powers of ten; below, its values near zero.
+    """Each format's range on an axis of powers of ten and, below, its values near zero.
 
     Args:
-        formats: names or `Format`s, for the upper part.
-        near_zero: formats for the lower part, with a line per value from 0 to `upto`; () for none.
-        values: a tensor, such as all gradients of a step. A histogram of its magnitudes above the
-            ranges, and the share that each format rounds to zero, replace the lower part.
+        formats: names or `Format`s to show in the upper part.
+        near_zero: formats in the lower part, with a line per value from 0 to `upto`; () for none.
+        values: a tensor, such as all gradients of a step. The lower part is replaced by a histogram
+            of magnitudes above the ranges, and the share that each format rounds to zero.
 
     Raises ValueError if more than 2,000 values of a format would be drawn.
     """
@@ -68,7 +68,7 @@ def number_line(
 
 
 def lost(values: torch.Tensor, format: Format) -> float:
-    """The share of nonzero values that become zero in this format."""
+    """The fraction of nonzero values that `format` rounds to zero."""
     some = values[values != 0]
     return float((rounded(some.float(), format) == 0).double().mean()) if len(some) else 0.0
 
@@ -121,7 +121,7 @@ def _powers_of_ten(axes: Axes, ends: tuple[float, float]) -> None:
 
 
 def _histogram(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
-    """Draw a histogram of magnitudes; return the ends of the axis as powers of ten."""
+    """Draw a histogram of magnitudes; return the axis limits as exponents of ten."""
     elements = _elements(values)
     zeros = int((elements == 0).sum())
     sizes = np.log10(np.abs(elements[np.isfinite(elements) & (elements != 0)]))
@@ -137,13 +137,13 @@ def _histogram(axes: Axes, values: torch.Tensor) -> tuple[float, float]:
 
 
 def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
-    """Draw a line for each value of each format."""
+    """Draw one line per value for each format."""
     for row, format in enumerate(formats):
         last = format.rank(Fraction(upto)) if upto < format.largest else format.count // 2
         if last > MOST_VALUES:
             raise ValueError(
                 f"number_line: {format.name} has {last + 1:,} values up to {upto:g}, and at most "
-                f"{MOST_VALUES:,} are drawn; lower `upto`, or drop it from `near_zero`"
+                f"{MOST_VALUES:,} are drawn; lower `upto`, or drop {format.name} from `near_zero`"
             )
         numbers = np.array([float(format.number(rank)) for rank in range(last + 1)])
         small = numbers < float(format.smallest_normal)
@@ -160,10 +160,10 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
 
 @styled
 def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Figure:
-    """Histograms of log2 |x|, a panel per entry of `named`, with the range of `dtype` drawn.
+    """Histograms of log2 |x|, one panel per entry of `named`, with the range of `dtype` marked.
 
-    `named`: a tensor or several per panel (None is skipped). Zeros are counted separately; the
-    shares are those of a real cast. Raises ValueError if there are no values.
+    `named`: title -> one or more tensors (None is skipped). Zeros are counted separately; shares
+    are measured by casting. Raises ValueError if there are no values.
     """
     elements = {name: _elements(tensors) for name, tensors in named.items()}
     empty = [name for name, x in elements.items() if not len(x)]
@@ -205,7 +205,7 @@ def _elements(tensors: Tensors) -> np.ndarray:
 
 
 def _shares(x: np.ndarray, dtype: torch.dtype) -> str:
-    """The shares of values that a cast changes to 0 or inf, in words."""
+    """The shares of values that a cast changes to 0 or inf, as text."""
     nonzero = x[x != 0]
     cast = torch.from_numpy(nonzero).to(dtype).double().numpy()
     under = np.mean(cast == 0) if len(nonzero) else 0.0

@@ -1,5 +1,5 @@
-"""Many short names as one collection of outlines: 150 `Text` objects take matplotlib 100 ms to
-draw, these 2 ms, with equal pixels. Also titles that fit."""
+"""Many short names drawn as one collection of outlines: 150 `Text` objects take matplotlib 100 ms
+to draw, the collection 2 ms, with equal pixels. Also shrinks titles to fit."""
 
 from functools import cache
 from typing import NamedTuple, cast
@@ -15,11 +15,11 @@ from labkit.foreign import literal
 from labkit.plot.style import TITLE_PT
 
 NAME_PT = 7.5
-LETTER_EM = 0.56  # mean width of a letter in a title, in font sizes
+LETTER_EM = 0.56  # mean letter width in a title, in units of the font size
 
 
 def fit_title(axes: Axes, title: str) -> None:
-    """A left-aligned title, in a smaller font if it would not fit in the figure."""
+    """Set a left-aligned title, in a smaller font if needed to fit the figure."""
     figure = cast(Figure, axes.figure)
     room_pt = (figure.bbox.x1 - axes.bbox.x0) / figure.dpi * 72
     size_pt = min(TITLE_PT, room_pt / (LETTER_EM * len(title)))
@@ -27,7 +27,7 @@ def fit_title(axes: Axes, title: str) -> None:
 
 
 class Name(NamedTuple):
-    """A text at (`x`, `y`) in the coordinates of the lettering's `where`."""
+    """Text at (`x`, `y`) in the coordinates of the lettering's `where`."""
 
     text: str
     x: float
@@ -39,8 +39,8 @@ class Lettering(PathCollection):
     """Names of `size_pt` points on `axes`, vertically centered on their positions.
 
     Args:
-        where: the transform of the positions, as `axes.transData`.
-        align: 0.0 begins a name at its position, 0.5 centers it there, 1.0 ends it there.
+        where: the transform of the positions, such as `axes.transData`.
+        align: the point of a name at its position: 0.0 left end, 0.5 center, 1.0 right end.
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):
@@ -61,7 +61,7 @@ class Lettering(PathCollection):
         return _extents(text, self._size_pt).width
 
     def boxes(self) -> list[Bbox]:
-        """The box of each name, in pixels of the figure."""
+        """The bounding box of each name, in figure pixels."""
         points, places = self.get_transform(), self.get_offset_transform()
         return [
             path.get_extents(points).translated(*places.transform((name.x, name.y)))
@@ -69,7 +69,7 @@ class Lettering(PathCollection):
         ]
 
     def get_window_extent(self, renderer: object = None) -> Bbox:
-        """The box of all names, for layouts and `bbox_inches="tight"`."""
+        """The bounding box of all names, for layouts and `bbox_inches="tight"`."""
         return Bbox.union(self.boxes()) if self.names else Bbox.null()
 
 
@@ -85,7 +85,7 @@ def _extents(text: str, size_pt: float) -> Bbox:
 
 @cache
 def _aligned(text: str, size_pt: float, align: float) -> Path:
-    """The outline around (0, 0), centered vertically on small letters."""
+    """The outline placed at (0, 0), centered vertically on lowercase letters."""
     x_height = _extents("x", size_pt).y1
     shift = Affine2D().translate(-align * _extents(text, size_pt).x1, -0.62 * x_height)
     return _path(text, size_pt).transformed(shift)

@@ -34,11 +34,11 @@ def memory(
     """Memory by category during the detailed step, its peak, and the predicted model states.
 
     Args:
-        ranks: global ranks; None draws all, or the first eight of more.
-        predicted: bytes of parameters, gradients and optimizer state on a rank, or their
-            Footprint; None uses the prediction in the run, if any.
+        ranks: global ranks; None draws all ranks, but at most the first eight.
+        predicted: total bytes of parameters, gradients and optimizer state on a rank, or a
+            Footprint; None uses the prediction recorded with the run, if any.
 
-    Raises ValueError without a detailed step, or for an unknown rank.
+    Raises ValueError if the trace has no detailed step, or for an unknown rank.
     """
     part = detailed_step(trace)
     chosen = choose_ranks(part, ranks)[: MOST_RANKS if ranks is None else None]
@@ -95,7 +95,7 @@ def detailed_step(trace: Trace) -> Trace:
 
 
 def peak_bytes(rank: RankTrace) -> int:
-    """The peak over all categories together; 0 without memory records."""
+    """The peak of the sum over all categories; 0 without memory records."""
     return sum(peak_memory(rank).values())
 
 
@@ -121,7 +121,7 @@ def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: f
     note(axes, f"peak {place[1]:.3g} {unit}", place, (0, 7), ha=align,
          va="bottom", fontweight="bold", fontsize=SMALL_PT)  # fmt: skip
     above = axes.get_xaxis_transform()
-    for phase, color in PHASES.items():  # a ribbon over the axes
+    for phase, color in PHASES.items():  # a ribbon above the axes
         spans = [x for x in rank.spans if x.depth == 0 and x.phase == phase and x.ended_s]
         for began_s, ended_s in union((x.began_s, x.ended_s) for x in spans):
             left, width = (began_s - begin_s) * percent_per_s, (ended_s - began_s) * percent_per_s

@@ -1,4 +1,4 @@
-"""Transfers between memories, measured and predicted; loading of weights beside compute."""
+"""Transfers between memories, measured and predicted; weight loading during compute."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -18,7 +18,7 @@ from labkit.plot.figure import constrained, legend_row, open_rows, styled
 from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
-PARTS = {  # of a transfer: color, name in the legend
+PARTS = {  # parts of a transfer: color, name in the legend
     "cast": (style.ORANGE, "cast (predicted)"),
     "stage": (style.GREEN, "staging of pageable memory"),
     "copy": (style.BLUE, "copy within a memory"),
@@ -30,12 +30,12 @@ ROW_IN, GAP = 0.36, 0.9
 
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
-    """Two bars per transfer: predicted from its parts (above) and measured (below). A black line is
-    bytes / bus bandwidth, the limit. A diamond marks a call that returned before the data arrived.
+    """Two bars per transfer: predicted from its parts (above) and measured (below). A black line
+    marks bytes / bus bandwidth, the limit; a diamond, a call that returned before data arrived.
 
     Args:
-        measured: from `labkit.memory.timing.measure`, a row for each.
-        rates: for the prediction; None uses those of `measured`.
+        measured: results of `labkit.memory.timing.measure`, one per row.
+        rates: used for the prediction; None derives the rates from `measured`.
 
     Raises ValueError if `measured` is empty, or a part of a transfer has no rate.
     """
@@ -98,10 +98,10 @@ def _name(way: Transfer) -> str:
 
 @styled
 def loading(runs: Mapping[str, Run]) -> Figure:
-    """A bus lane and a compute lane per run, on one time axis, with the bytes of weights held on
-    the device. Light bars are waits. Raises ValueError if `runs` is empty."""
+    """A bus lane and a compute lane per run, on one time axis, with the weight bytes on the
+    device. Light bars are waits. Raises ValueError if `runs` is empty."""
     if not runs:
-        raise ValueError('nothing to draw: pass runs by name, as loading({"pipelined": run})')
+        raise ValueError('nothing to draw: pass runs by name, e.g. loading({"pipelined": run})')
     figure = constrained(None, 0.9 + 1.05 * len(runs))
     axes = figure.subplots()
     for y, (name, run) in zip(range(0, 3 * len(runs), 3), runs.items()):

@@ -1,4 +1,4 @@
-"""A mesh as a picture: the position of each rank, its groups, and links between nodes."""
+"""A mesh diagram: the position of each rank, its groups, and links between nodes."""
 
 from collections.abc import Iterator, Mapping
 from itertools import cycle, pairwise
@@ -16,11 +16,11 @@ from labkit.comm.mesh import coordinates, lines
 from labkit.plot.figure import Picture, label, styled
 from labkit.plot.style import BLUE, FAINT, GREEN, INK, MUTED, ORANGE, PAPER, PURPLE, SMALL_PT
 
-NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # in any order of the axes
+NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # regardless of axis order
 AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # other axes, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
-LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # most ranks -> points added to SMALL_PT
+LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # rank count up to -> points added to SMALL_PT
 
 Place = tuple[float, float]
 
@@ -32,8 +32,8 @@ def mesh(
     """The ranks of a mesh, joined along each axis in the axis's color.
 
     Args:
-        shape: a `Mesh`, or its sizes as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
-        ranks_per_node: box the consecutive ranks of each node, and dash links between nodes.
+        shape: a `Mesh`, or axis sizes such as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
+        ranks_per_node: if given, box each node's ranks and draw links between nodes dashed.
 
     Raises ValueError for a mesh of more than 256 ranks.
     """
@@ -41,8 +41,8 @@ def mesh(
     places = _places(sizes)
     if len(places) > MOST_RANKS:
         raise ValueError(
-            f"a mesh of {len(places)} ranks is too large to draw; draw one of at most "
-            f"{MOST_RANKS}, for example with a smaller outermost axis"
+            f"a mesh of {len(places)} ranks is too large to draw; draw at most "
+            f"{MOST_RANKS} ranks, for example with a smaller outermost axis"
         )
     node_of = [rank // (ranks_per_node or len(places)) for rank in range(len(places))]
     width = max(x for x, _ in places) + 2 * GAP
@@ -81,7 +81,7 @@ def _colors(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """The innermost axis runs to the right, others beside or below it: wide, but no ribbon."""
+    """Place the innermost axis rightward, outer axes rightward or downward, in a wide shape."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
@@ -100,7 +100,7 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """A line between neighbors on `axis`, bent a little if other ranks lie between them."""
+    """Lines between neighbors on `axis`, curved slightly around any ranks in between."""
     segments, styles = [], []
     t = np.linspace(0, 1, 13)[:, None]  # along a quadratic Bézier curve
     for rank, neighbor in (pair for line in lines(sizes, axis) for pair in pairwise(line)):

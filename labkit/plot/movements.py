@@ -1,5 +1,5 @@
 """A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
-rank, colored if its input is in the sum. Arrows lead from sent chunks (framed) to receivers."""
+rank, colored if the sum includes its input. Arrows lead from sent chunks (framed) to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -15,27 +15,27 @@ from labkit.plot.figure import Picture, label, styled
 from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, TITLE_PT, VERMILION, WIDTH_IN
 from labkit.trace.movement import Content, Message, Movement
 
-RANKS = [  # vermilion marks errors
+RANKS = [  # no vermilion, which marks errors
     style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.SKY, style.BROWN, style.YELLOW,
     style.GRAY,
 ]  # fmt: skip
 
-# Inches, the unit of the axes.
-CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # a cell, and from one to the next
+# In inches, the unit of the axes.
+CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # cell size, and distance between cells
 SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
-BOW = 0.16  # how far an arrow bends around ranks between its ends
-LARGEST = 1.8  # the scale, if few steps leave room
+BOW = 0.16  # how far an arrow curves around intermediate ranks
+LARGEST = 1.8  # the maximum scale, for a small number of steps
 
 
 @styled
 def movement(
     shown: Movement, steps: Iterable[int] | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The steps of a recorded collective, and the final state.
+    """Draw the steps of a recorded collective, and its final state.
 
     Args:
         shown: from `labkit.watch_collective`.
-        steps: only these, from 1; the number of steps plus 1 is the final state.
+        steps: steps to draw, counted from 1; the number of steps plus 1 is the final state.
 
     Raises ValueError for a step that does not exist.
     """
@@ -78,7 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """Draw a step. Returns the stripes, to draw all at once: thousands of single ones are slow."""
+    """Draw a step; return its stripes to be drawn at once: thousands of single patches are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)
@@ -92,7 +92,7 @@ def _panel(
         for chunk, content in enumerate(row):
             y = top + chunk * ROW
             for k, count in enumerate(content.counts or (0,) * shown.size):
-                # A stripe for each rank, in its color if its input is in the sum.
+                # One stripe per rank, in the rank's color if the sum includes its input.
                 stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
                 stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):
@@ -109,7 +109,7 @@ def _panel(
 
 
 def _wrong(content: Content, chunk: int) -> str:
-    """The error in a word."""
+    """A short label for the error."""
     if not content.counts:
         return "?"  # not a sum of the ranks' inputs
     if content.chunk != chunk:
@@ -118,12 +118,12 @@ def _wrong(content: Content, chunk: int) -> str:
 
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
-    """Frame each run of sent chunks, with an arrow to the target."""
+    """Frame each run of consecutive sent chunks, and draw an arrow to the target."""
     forward = message.target > message.source
     x, target_x = (left + rank * COLUMN for rank in (message.source, message.target))
     begin, end = (x + CELL, target_x) if forward else (x, target_x + CELL)
     far = abs(message.target - message.source) > 1
-    bend = -2 * BOW / abs(end - begin) if far else 0.0  # upwards to the right, else downwards
+    bend = -2 * BOW / abs(end - begin) if far else 0.0  # upward if going right, else downward
     numbered = enumerate(sorted(set(message.chunks)))
     for _, neighbors in groupby(numbered, lambda pair: pair[1] - pair[0]):
         run = [chunk for _, chunk in neighbors]

@@ -1,4 +1,4 @@
-"""An NCCL log as a picture: rings and trees, with connections colored by transport."""
+"""Diagrams of an NCCL log: rings and trees, with connections colored by transport."""
 
 from itertools import cycle
 from math import ceil, cos, hypot, radians, sin
@@ -14,7 +14,7 @@ from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 from labkit.trace.nccl_log.log import alike
 
-TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # of hosts, in turn
+TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # one per host, repeated in order
 COLORS = {
     "P2P": GREEN,
     "SHM": ORANGE,
@@ -34,13 +34,13 @@ def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
     """Rings (circles with arrows) and trees, with connections colored by transport. Channels with
-    equal graphs share a picture; ranks of a host share a tint.
+    equal graphs share a picture; ranks on a host share a tint.
 
     Args:
         log: from `read_nccl_log`.
-        communicator: one of `log.communicators`; the largest if None.
+        communicator: one of `log.communicators`; None: the largest.
 
-    Raises ValueError for a log without rings and trees, or for more than 64 ranks.
+    Raises ValueError if the log has neither rings nor trees, or for more than 64 ranks.
     """
     group = communicator or log.main
     trees = {channel: tuple(sorted(tree.items())) for channel, tree in group.trees.items()}
@@ -51,13 +51,13 @@ def nccl(
     ]
     if not panels:
         raise ValueError(
-            "this log has no rings and no trees; take the output of all ranks, with "
+            "this log has no rings and no trees; record the output of all ranks with "
             "NCCL_DEBUG=INFO and without NCCL_DEBUG_SUBSYS"
         )
     if group.size > MOST_RANKS:
         raise ValueError(
-            f"a communicator of {group.size} ranks is too large to draw; choose one of at most "
-            f"{MOST_RANKS} from log.communicators"
+            f"a communicator of {group.size} ranks is too large to draw; choose a smaller "
+            f"communicator (at most {MOST_RANKS} ranks) from log.communicators"
         )
     columns = min(MOST_COLUMNS, len(panels))
     rows = ceil(len(panels) / columns)
@@ -81,7 +81,7 @@ def nccl(
 
 
 def over(connection: Connection | None) -> str:
-    """The name of the transport in the legend."""
+    """The transport's name in the legend."""
     if connection is None:
         return "not in the log"
     if not connection.kind.startswith("NET"):
@@ -92,7 +92,7 @@ def over(connection: Connection | None) -> str:
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The ranks on a circle by host and number, with an arrow from each to the next."""
+    """Draw ranks on a circle, ordered by host and rank, with an arrow from each to the next."""
     order = [rank for ranks in group.hosts().values() for rank in ranks]
     order += [rank for rank in group.rings[channel] if rank not in order]
     step = 360 / max(2, len(order))  # degrees
@@ -105,7 +105,7 @@ def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
         axes.add_patch(Wedge((0, 0), 1.28, *edges, width=width, fc=tint, ec="none"))
         middle = (first + last) / 2
         name = literal(host if len(host) <= 16 else host[:15] + "…")
-        along = (middle + 90) % 360 - 180  # the circle
+        along = (middle + 90) % 360 - 180  # tangent of the circle, in degrees
         upright = along if abs(along) <= 90 else along - 180
         label(axes, _on_circle(1.4, middle), name, fontsize=SMALL_PT - 0.5, color=MUTED,
               rotation=upright)  # fmt: skip
@@ -119,7 +119,7 @@ def _on_circle(radius: float, degrees: float) -> Place:
 
 
 def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """The root on top; arrows point up, in the direction of the reduction."""
+    """Draw the tree, root on top; arrows point up, in the direction of the reduction."""
     tree = group.trees[channel]
     place: dict[int, Place] = {}
     leaves = 0
@@ -159,7 +159,7 @@ def _connect(
     axes: Axes, group: Communicator, place: dict[int, Place], radius: float,
     links: list[tuple[int, int, Connection | None]],
 ) -> set[str]:  # fmt: skip
-    """Draw a dot per rank and an arrow per link; return the transports in the legend."""
+    """Draw a dot per rank and an arrow per link; return the transports for the legend."""
     for source, target, link in links:
         (x, y), (u, v) = place[source], place[target]
         cut = radius / max(1e-9, hypot(u - x, v - y))

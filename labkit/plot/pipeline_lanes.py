@@ -1,5 +1,5 @@
-"""The contents of a pipeline's picture, from a schedule and its costs or from a recorded run: the
-actions of each stage, the bubble, and the activations held."""
+"""Contents of a pipeline plot, from a schedule and its costs or from a recorded run: actions per
+stage, the bubble, and micro-batches in flight."""
 
 from dataclasses import dataclass
 
@@ -19,16 +19,16 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 
 @dataclass
 class Lanes:
-    """The contents of a panel: timed actions of each stage, shifted to begin at 0 and converted
-    from seconds to `unit` ("ms"; "": they are in forwards).
+    """One panel: timed actions per stage, shifted to begin at 0 and converted from seconds to
+    `unit`: "ms", or "" if times are in units of a forward.
 
     length    end of the last action
-    step      longest time from a stage's first action to its last (`pipeline_step_s`): each stage
-              may begin the next step this much later
+    step      longest time from a stage's first action to its last (`pipeline_step_s`): the interval
+              after which each stage can begin the next step
     bubble    idle share of a step over all stages, 0 to 1
-    windows   begin and end of the step on each stage; the idle time inside is the bubble
-    held      peak number of micro-batches in flight on each stage, from a forward until the end
-              of its backward or weight gradients; a chunk counts as a part of a micro-batch
+    windows   begin and end of the step on each stage; idle time within is the bubble
+    held      peak number of micro-batches in flight per stage, from a forward until the end of the
+              backward or weight gradients; a chunk counts as a fraction of a micro-batch
     """
 
     name: str
@@ -44,7 +44,7 @@ class Lanes:
             for stage in self.stages
         ]
         self.actions = [timed for stage in self.stages for timed in stage]
-        self.chunks = 1 + max(timed.action.chunk for timed in self.actions)  # of each stage
+        self.chunks = 1 + max(timed.action.chunk for timed in self.actions)  # per stage
         self.length = max(timed.ended_s for timed in self.actions)
         self.step = max(stage[-1].ended_s - stage[0].began_s for stage in self.stages if stage)
         busy = sum(timed.ended_s - timed.began_s for timed in self.actions)
@@ -56,7 +56,7 @@ class Lanes:
 
     @property
     def title(self) -> str:
-        """Name, sizes, length of a step, and bubble."""
+        """Name, sizes, step length, and bubble."""
         stages = len(self.stages)
         microbatches = len({timed.action.microbatch for timed in self.actions})
         sizes = f"{stages} stage{'s' * (stages > 1)}, "
@@ -75,7 +75,7 @@ def lanes_of(
     recorded: Trace | None = None,
     step: int | None = None,
 ) -> Lanes:
-    """The lanes that `plot.schedule` draws, with its arguments and errors."""
+    """The lanes that `plot.schedule` draws, with the same arguments and errors."""
     if isinstance(pipeline, Trace):
         if recorded is not None:
             raise ValueError("got two traces; pass the schedule first, then recorded=trace")
@@ -90,7 +90,7 @@ def lanes_of(
 
 
 def _of_trace(name: str, trace: Trace, step: int | None) -> Lanes:
-    """One step of the trace, or the whole trace if each stage's own update ends its step."""
+    """One step of the trace, or the whole trace if stages update their weights independently."""
     updates = any(x.action.phase == "update" for stage in timed_actions(trace) for x in stage)
     if trace.steps() and not updates:
         trace = trace.step(choose_step(trace, step))  # type: ignore[arg-type]

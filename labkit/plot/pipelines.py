@@ -1,7 +1,7 @@
 """Pipeline schedules, replayed or recorded: a lane per stage, a box per action, idle time.
 
-stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        the number of the micro-batch; the color shows
-stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          the phase, a lighter tint a later chunk
+stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        numbers: micro-batches; colors: phases;
+stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          lighter tints: later chunks
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from labkit.schedules import Schedule
 from labkit.trace import Trace
 
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weight update"}
-LANE_IN, LANES_IN = 0.34, 7.0  # of one stage; of all stages, at most
+LANE_IN, LANES_IN = 0.34, 7.0  # per stage; for all stages, at most
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
-LANE = 0.86  # the part of a stage's height that its boxes fill
-LIGHTEST = 0.45  # the share of white in the color of the last chunk
+LANE = 0.86  # fraction of a stage's height filled by its boxes
+LIGHTEST = 0.45  # fraction of white in the color of the last chunk
 LINE_PX, EDGE_PX = 13, 5
 
 
@@ -39,21 +39,21 @@ def schedule(
 ) -> Figure:
     """A pipeline schedule over time: when each stage computes which micro-batch, and when it idles.
 
-    Each lane ends with the peak number of micro-batches in flight on the stage: those that hold
-    activations, from a forward until the end of its backward (or of its weight gradients).
+    Each lane is labeled with its peak number of micro-batches in flight: a micro-batch holds
+    activations from its forward until the end of its backward (or weight gradients).
 
     Args:
         pipeline: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
-        costs: seconds of each action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
+        costs: seconds per action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
             if backward is split), or a function of stage and action. If None, a stage's forward
-            takes 1 and its backward 2 over all its chunks; input and weight take 1 each.
-        message_s: time of a message, in the same unit.
-        recorded: a recorded run of the schedule, to draw its times. For stages that sleep
-            (`PacedStage`), `record(paced=True)` makes the title say so.
-        step: of the recorded run; None chooses as in `plot.timeline`.
+            takes 1 and its backward 2, summed over its chunks; input and weight take 1 each.
+        message_s: time per message, in the same unit.
+        recorded: a recorded run of the schedule, from which to take the times. If stages sleep
+            (`PacedStage`), `record(paced=True)` notes this in the title.
+        step: a step of the recorded run; None chooses as `plot.timeline` does.
 
-    Raises ValueError for an empty or invalid schedule, an action without costs, or a trace of
-    another schedule.
+    Raises ValueError for an empty or invalid schedule, an action without a cost, or a trace
+    of a different schedule.
     """
     return _draw([lanes_of(pipeline, name, costs, message_s, recorded, step)], figure)
 
@@ -68,17 +68,17 @@ def schedules(
 ) -> Figure:
     """Several schedules or recorded traces, by name, on one time axis: shorter is faster.
 
-    `costs` and `message_s` apply to all schedules. Raises ValueError as `plot.schedule`, and if
-    `many` is empty.
+    `costs` and `message_s` apply to all schedules. Raises ValueError as `plot.schedule` does,
+    and if `many` is empty.
     """
     if not many:
-        raise ValueError('nothing to draw: pass schedules by name, as {"1F1B": schedule}')
+        raise ValueError('nothing to draw: pass schedules by name, e.g. {"1F1B": schedule}')
     lanes = [lanes_of(x, name, costs, message_s) for name, x in many.items()]
     return _draw(lanes, figure)
 
 
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
-    """Draw panels below each other; panels with equal units share the length of the time axis."""
+    """Draw panels below each other; panels with equal units share one time range."""
     lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
     heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN
@@ -115,7 +115,7 @@ def _draw_panel(axes: Axes, panel: Lanes, longest: float) -> None:
     px_per_pt = axes.figure.dpi / 72
     names = []
     for stage, (actions, (begin, end)) in enumerate(zip(panel.stages, panel.windows)):
-        boxes, colors, edges = [(begin, end - begin)], [FAINT], [FAINT]  # idle, under the others
+        boxes, colors, edges = [(begin, end - begin)], [FAINT], [FAINT]  # idle time, behind actions
         for action, began, ended in actions:
             lighter = LIGHTEST * action.chunk / max(panel.chunks - 1, 1)
             color, width_px = tint(PHASES[action.phase], lighter), (ended - began) * px_per_unit

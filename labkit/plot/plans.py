@@ -1,5 +1,5 @@
-"""Plots of plans: the step time of each layout by part, a map over tp and pp, and measured step
-times against predicted ones."""
+"""Plots of plans: step time per layout, split into parts; a map over tp and pp; predicted against
+measured step times."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle, product
@@ -25,7 +25,7 @@ COLORS = {
 }  # fmt: skip
 NAMES = {axis: f"exposed: {axis}" for axis in ("tensor", "pipeline", "data")}  # communication
 
-WIDTHS = (  # color and marker of models, by width
+WIDTHS = (  # color and marker by model width
     (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),
     (style.GREEN, "v"), (VERMILION, "*"),
 )  # fmt: skip
@@ -35,7 +35,7 @@ TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @styled
 def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
-    """Step times of the `top` layouts by part, and the fastest layout with each tp and pp.
+    """Step times of the `top` fastest layouts by part, and the fastest layout for each tp and pp.
 
     Raises ValueError if `top` < 1.
     """
@@ -55,8 +55,8 @@ def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
 def compared_with_best(
     planned: Plan, report: StepReport | None, figure: Figure | None = None
 ) -> Figure:
-    """A layout beside the best: step time, and peak memory of the fullest device. The best alone
-    if `report` is None or describes the best."""
+    """A layout next to the best: step time, and peak memory of the fullest device. Draws only the
+    best if `report` is None or describes the best."""
     reports = {"best": planned.best}
     if report is not None and report != planned.best:
         reports = {"chosen": report, **reports}
@@ -76,7 +76,7 @@ def compared_with_best(
 
 
 def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str]) -> None:
-    """Draw a bar for each step, split into its parts."""
+    """Draw one bar per step, split into parts."""
     split = [seconds(report) for report in reports]
     parts = [
         BarPart(NAMES.get(part, part), [step[part] for step in split], COLORS[part],
@@ -92,7 +92,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
 
 
 def _draw_map(axes: Axes, planned: Plan) -> None:
-    """Draw the seconds of the fastest layout with each tp and pp; dark is fast."""
+    """Draw the step seconds of the fastest layout for each tp and pp; darker is faster."""
     fastest: dict[tuple[int, int], StepReport] = {}
     for report in planned.reports:
         fastest.setdefault((report.layout.tp, report.layout.pp), report)
@@ -128,13 +128,13 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
     axes.spines[:].set_visible(False)
 
 
-# ---- how well step times are predicted
+# ---- accuracy of predicted step times
 
 
 @styled
 def calibration(fitted: Calibration | None = None, figure: Figure | None = None) -> Figure:
     """Predicted against measured step times, and each row's error with its 90 % interval. Hollow
-    marks: constants fitted to the other widths only. `fitted`: None uses labkit's calibration."""
+    marks use constants fitted to all other widths. `fitted`: None uses labkit's calibration."""
     fitted = fitted or stored()
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
@@ -152,7 +152,7 @@ def calibration(fitted: Calibration | None = None, figure: Figure | None = None)
 
 
 def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
-    """Name, rows, color and marker of each model."""
+    """Yield each model's name, rows, color and marker."""
     widths = np.array([row.sizes.width for row in fitted.rows])
     for width, look in zip(np.unique(widths), cycle(WIDTHS)):
         yield f"width {width:,}", np.flatnonzero(widths == width), *look

@@ -1,5 +1,5 @@
-"""Strategies side by side: recorded runs (`compare`); losses, and bytes sent and held by a
-rank against the prediction (`draw_comparison`)."""
+"""Strategies side by side: recorded runs (`compare`); losses, and each rank's sent bytes and memory
+against the prediction (`draw_comparison`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ class StepParts(NamedTuple):
     other_s: float
 
 
-TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepParts, in order: color, hatch, edge
+TIME_PARTS: dict[str, tuple[str, ...]] = {  # fields of StepParts, in order: color, hatch, edge
     "compute": (style.COMPUTING,),
     "compute, hiding communication": (style.HIDDEN,),
     "waiting": (style.WAITING, "////", style.UNFINISHED),
@@ -47,15 +47,15 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {  # of StepParts, in order: color, hat
 
 @styled
 def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None = None) -> Figure:
-    """Recorded runs side by side: name -> trace, or a list of traces with their recorded names.
+    """Recorded runs side by side: name -> trace, or a list of traces, labeled by recorded name.
 
     Time and bytes are means over the ranks, and medians over the timed steps after the run's first.
-    Memory is the peak of the fullest rank; it is omitted if no run has a step in detail.
-    Raises ValueError for no run or an empty run.
+    Memory is the peak on the fullest rank, omitted if no run has a detailed step.
+    Raises ValueError if there are no runs or a run is empty.
     """
     named = dict(runs) if isinstance(runs, Mapping) else _named(runs)
     if not named:
-        raise ValueError('nothing to compare: give recorded runs, as compare({"ddp": trace})')
+        raise ValueError('nothing to compare: give recorded runs, e.g. compare({"ddp": trace})')
     for trace in named.values():
         choose_step(trace)  # raises ValueError for an empty trace
     traces = named.values()
@@ -99,7 +99,7 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
 
 
 def step_times(trace: Trace) -> StepParts:
-    """The mean over the ranks and the median over the usual steps."""
+    """Parts of a step: mean over ranks, median over usual steps."""
     parts: dict[int, list[RankTrace]] = {index: [] for index in usual_steps(trace)}
     for rank in trace.ranks.values():
         own = {
@@ -126,12 +126,12 @@ def _times_of(rank: RankTrace) -> StepParts:
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
-    """`bus_bytes` that a rank sends in a usual step, by operation; means and medians as above."""
+    """`bus_bytes` sent per rank and usual step, by operation; averaged as in `step_times`."""
     usual = usual_steps(trace)
     totals: dict[str, dict[int, int]] = {}
     for rank in trace.ranks.values():
         for event in rank.comms:
-            if event.op != "recv":  # the sender counts it
+            if event.op != "recv":  # counted by the sender
                 step_bytes = totals.setdefault(event.op, dict.fromkeys(usual, 0))
                 if event.step in usual:
                     step_bytes[event.step] += event.bus_bytes

@@ -1,6 +1,6 @@
-"""The colors of all plots: a concept has the same color in each. The hues are those of Okabe and
-Ito (2008), which color-blind readers can distinguish. A phase has the color of what it produces;
-transfers are purple, blue, yellow, gray or brown by operation; vermilion is lost time."""
+"""Colors shared by all plots, one per concept. The hues are from Okabe and Ito (2008), which
+color-blind readers can distinguish. A phase has the color of its output; transfers are purple,
+blue, yellow, gray or brown by operation; vermilion marks lost time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,13 +14,13 @@ GRAY, BROWN = "#5E6670", "#A6761D"
 
 INK, MUTED, FAINT, PAPER = "#1F2933", "#525C68", "#E3E6EA", "#FFFFFF"  # text, lines, background
 
-COLORS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # of strategies, in turn
+COLORS = [BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, YELLOW, BLACK]  # for strategies, in order
 DASHES = ["-", "--", ":", "-."]
 
 PHASES = {
     "forward": SKY,
     "backward": ORANGE,
-    "input": YELLOW,  # of a pipeline: the halves of a backward
+    "input": YELLOW,  # in a pipeline: the halves of a backward
     "weight": BROWN,
     "update": GREEN,
     "optimizer": GREEN,
@@ -35,7 +35,7 @@ CATEGORIES = {
     "other": "#D5D8DC",
 }
 
-# Two shades of each, in turn by sequence number: neighbors differ, and all ranks agree.
+# Two shades per operation, alternating by sequence number: neighbors differ, all ranks agree.
 OPERATIONS = {
     "all_reduce": (PURPLE, "#A34F7E"),
     "all_gather": (BLUE, "#004C77"),
@@ -45,9 +45,9 @@ OPERATIONS = {
 }
 OTHER_OPERATIONS = (BROWN, "#7A5512")  # broadcast, barrier and so on
 
-# Color and marker of an algorithm; no operation has two algorithms of one color.
+# Color and marker per algorithm; the algorithms of an operation differ in color.
 ALGORITHMS = {
-    "default": ("#C9CED6", ""),  # a broad line below the others
+    "default": ("#C9CED6", ""),  # a broad line behind the other lines
     "ring": (BLUE, "o"),
     "tree": (ORANGE, "^"),
     "recursive_doubling": (GREEN, "s"),
@@ -116,13 +116,13 @@ def shade(op: str, number: int) -> str:
 
 
 def tint(color: str, white: float) -> str:
-    """The color mixed with this share of white, 0 to 1."""
+    """`color` mixed with `white`, a fraction of white from 0 to 1."""
     red, green, blue = (x + (1 - x) * white for x in to_rgb(color))
     return to_hex((red, green, blue)).upper()
 
 
 def in_order(ops: Iterable[str]) -> list[str]:
-    """Sorted as in OPERATIONS, then by name."""
+    """Distinct operations, in the order of OPERATIONS, then by name."""
     present = set(ops)
     return [op for op in OPERATIONS if op in present] + sorted(present - OPERATIONS.keys())
 
@@ -141,7 +141,7 @@ def text_on(color: str) -> str:
 
 
 def byte_unit(most_bytes: float) -> tuple[float, str]:
-    """A readable unit for `most_bytes`, with its size: (1e6, "MB")."""
+    """A readable unit for `most_bytes`, as its size in bytes and its name: (1e6, "MB")."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if most_bytes >= scale:
             return scale, unit

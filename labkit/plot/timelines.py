@@ -23,10 +23,10 @@ from labkit.plot.style import FAINT, INK, MUTED, PAPER, SMALL_PT, UNFINISHED, WA
 from labkit.trace import Trace
 from labkit.trace.measures import end_of
 
-LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # around the axes
+LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # margins of the axes
 MOST_NAMES = 300  # only the widest bars are named
 LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
-EDGE_PX = (4, 7)  # smaller bars have no white edge: it would cover them
+EDGE_PX = (4, 7)  # smaller bars get no white edge, which would cover them
 EDGE_PT = 0.7
 ARROW_PX = 12  # the tip of an unfinished bar
 
@@ -38,23 +38,23 @@ def timeline(
     figure: Figure | None = None,
     zoom: tuple[float, float] = (0.0, 1.0),
 ) -> Figure:
-    """Computing, communication and waits of each rank, in one step of a recorded run.
+    """Compute, communication and waits of each rank in one step of a recorded run.
 
     Args:
         step: None draws an unfinished step, else the first timed step after the warm-up.
-        ranks: global ranks, from top to bottom; all if None.
-        zoom: the part of the step to show, from 0 to 1.
+        ranks: global ranks, from top to bottom; None: all ranks.
+        zoom: begin and end of the part of the step to show, as fractions from 0 to 1.
 
-    Raises ValueError for an empty trace, or a step or rank that is not in it.
+    Raises ValueError if the trace is empty or lacks the step or a rank.
     """
     return TimelineView(trace, step, ranks, figure, zoom).figure
 
 
 class TimelineView:
-    """A timeline that can be redrawn with other data on the same axes.
+    """A timeline that can be redrawn with different data on the same axes.
 
-    All bars are one collection of polygons, which makes `redraw` and `show` fast enough for
-    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` are those now shown.
+    All bars form one collection of polygons, so that `redraw` and `show` are fast enough for
+    sliders. `figure`, `axes` and `polygons` stay the same objects; `bars` lists the visible bars.
     """
 
     @styled
@@ -90,7 +90,7 @@ class TimelineView:
         zoom: tuple[float, float] = (0.0, 1.0),
         until_s: float = 0.0,
     ) -> Figure:
-        """Show another step, ranks or zoom; the time axis is at least `until_s` long."""
+        """Show a different step, ranks or zoom; the time axis extends at least to `until_s`."""
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
@@ -123,12 +123,12 @@ class TimelineView:
         return self.figure
 
     def show(self, trace: Trace, *args: Any, **options: Any) -> Figure:
-        """Show another trace, as `redraw` does."""
+        """Show a different trace, with the arguments of `redraw`."""
         self.trace, self._steps = trace, {}
         return self.redraw(*args, **options)
 
     def _of(self, step: int | None) -> tuple[Trace, float, dict[int, RankBars]]:
-        """A step, its end in seconds, and the bars of each rank; cached."""
+        """The step's trace, its end in seconds, and the bars of each rank; cached."""
         if step not in self._steps:
             part = self.trace.from_zero() if step is None else self.trace.step(step)
             end_s = end_of(part) * (1.08 if unfinished(part) else 1.0)  # room for unfinished bars
@@ -137,15 +137,15 @@ class TimelineView:
         return self._steps[step]
 
     def _draw_bars(self) -> None:
-        """Draw bars as polygons of five corners: an unfinished bar ends in an arrow."""
+        """Draw bars as five-cornered polygons, so that an unfinished bar ends in an arrow."""
         bars = self.bars
         top, bottom, begin, end = (np.array([x[i] for x in bars]) for i in range(4))
         is_open = np.array([x.open for x in bars], dtype=bool)
         tip = end + is_open * ARROW_PX / self._px_per_ms
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
-        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # so that an edge
-        top, bottom = top - rim, bottom + rim  # does not make a bar flatter than its neighbor
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # offset the edge,
+        top, bottom = top - rim, bottom + rim  # which would make a bar flatter than its neighbor
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [
@@ -158,7 +158,7 @@ class TimelineView:
         self.polygons.set_linewidth(np.where(is_open, 1.6, np.where(roomy, EDGE_PT, 0.2)).tolist())
 
     def _write_names(self) -> None:
-        """The names of the widest bars, where they fit."""
+        """Write the names of the widest bars where they fit."""
         names: list[Name] = []
         px_per_pt = self.figure.dpi / 72
         for bar in sorted(self.bars, key=lambda x: x.begin_ms - x.end_ms):
@@ -178,7 +178,7 @@ class TimelineView:
     def _label_rows(
         self, complete: dict[int, bool], tops: np.ndarray, of_rank: dict[int, RankBars]
     ) -> None:
-        """Label the ranks and the groups of their lanes, where there is room."""
+        """Label the ranks and their lanes' groups where there is room."""
         labels = []
         every = 1  # label every rank, or every second, fourth, ...
         while every < len(tops) - 1 and np.diff(tops[::every]).min() * self._px_per_row < LINE_PX:

@@ -30,14 +30,14 @@ except ImportError as error:
     ) from error
 
 MOST_BITS = 32  # buttons, in two rows
-BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  # of ipywidgets
+BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  # from ipywidgets
 
 
 class PictureWidget(ipywidgets.VBox):
-    """Controls above one picture, redrawn when a control changes. `picture.value` is the PNG
-    shown, the only content on pages without a kernel.
+    """Controls above one picture, which is redrawn when a control changes. `picture.value` is the
+    PNG shown, the only content on pages without a kernel.
 
-    A subclass makes its controls, passes them to `_arrange`, and draws in `_draw`.
+    A subclass creates its controls, passes them to `_arrange`, and draws in `_draw`.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class PictureWidget(ipywidgets.VBox):
         raise NotImplementedError
 
     def _show_once_drawn(self, key: Hashable, draw: Callable[[], Figure]) -> None:
-        """Show the cached picture of this key, or draw it."""
+        """Show the picture cached under `key`, drawing it first if missing."""
         if key not in self._pngs:
             self._pngs[key] = png(draw())
         self.picture.value = self._pngs[key]
 
     def _static(self) -> bytes:
-        """The PNG for a page that shows no widgets."""
+        """The PNG for a page that cannot show widgets."""
         return bytes(self.picture.value)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class View(PictureWidget):
         super().__init__()
         self._trace, self._timeline = trace, TimelineView(trace)
         first, shown = choose_step(trace), ["timeline"]
-        with suppress(ValueError):  # raised where no step was recorded in detail
+        with suppress(ValueError):  # raised if no step was recorded in detail
             detailed_step(trace)
             shown.append("memory")
         self.what = ipywidgets.ToggleButtons(options=shown, style={"button_width": "7em"})
@@ -107,7 +107,7 @@ class View(PictureWidget):
         chosen = [rank for rank, button in zip(every, self.ranks) if button.value] or every
         of_memory = self.what.value == "memory"
         self.step.disabled = self.zoom.disabled = of_memory  # only the detailed step has memory
-        if of_memory:  # ranks=None: as many as fit
+        if of_memory:  # ranks=None draws as many as fit
             ranks = None if chosen == every else chosen
             self._show_once_drawn(tuple(chosen), lambda: memory(self._trace, ranks))
             return
@@ -120,10 +120,10 @@ class View(PictureWidget):
 
 
 class PlanView(PictureWidget):
-    """Compare layouts of a plan with the best: sliders over tp, pp and the micro-batch; all other
-    choices are the fastest.
+    """Compare layouts of a plan with the best: sliders set tp, pp and the micro-batch; all other
+    settings are the fastest ones.
 
-    `report` is the chosen step, None if no such layout fits; `verdict.value` says why it is slower.
+    `report`: the chosen layout's step, None if none fits; `verdict.value`: why it is slower.
     """
 
     def __init__(self, planned: Plan):
@@ -155,7 +155,7 @@ class PlanView(PictureWidget):
         if self.report is not None:
             times = self.report.step_s / self._planned.best.step_s
             return f"{times:.2f} × the best: {self._planned.why(self.report.layout)}"
-        for large in self._planned.too_large:  # the smallest first
+        for large in self._planned.too_large:  # smallest first
             if _axes(large.layout) == asked:
                 return self._planned.why(large.layout)
         tp, pp, b = asked
@@ -187,8 +187,8 @@ class Steps(PictureWidget):
 
 
 class FlipBits(PictureWidget):
-    """Flip the bits of a number: a button per bit, and a slider through all patterns. `pattern` is
-    the pattern shown.
+    """Flip the bits of a number, with a button per bit and a slider over all bit patterns.
+    `pattern` is the bit pattern shown.
 
     Raises ValueError for a format of more than 32 bits.
     """
@@ -229,7 +229,7 @@ class FlipBits(PictureWidget):
         """Show the same number, rounded to the new format."""
         before = self.pattern
         self._new_buttons(change["new"].encode(change["old"].decode(before)))
-        if self.pattern == before:  # otherwise the slider has moved and redrawn it
+        if self.pattern == before:  # otherwise the slider's change has redrawn it
             self._draw()
 
     def _new_buttons(self, pattern: int) -> None:
@@ -260,14 +260,14 @@ class FlipBits(PictureWidget):
 
 
 def neighbors(format: Format, pattern: int) -> str:
-    """The kind of a number, and its neighbors towards zero and away from it."""
+    """The kind of a number, its spacing, and its neighbors toward and away from zero."""
     kind = format.kind(pattern)
     if kind in ("nan", "infinity"):
         return f"<b>{kind}</b>"
-    words = [f"<b>{kind}</b>", f"step here {decimal(format.ulp(format.decode(pattern)), 6)}"]
+    words = [f"<b>{kind}</b>", f"spacing {decimal(format.ulp(format.decode(pattern)), 6)}"]
     if pattern % 2 ** (format.width_bits - 1):
-        words.append(f"towards zero: {decimal(format.decode(pattern - 1), 9)}")
+        words.append(f"toward zero: {decimal(format.decode(pattern - 1), 9)}")
     return "  ·  ".join([*words, f"away from zero: {decimal(format.decode(pattern + 1), 9)}"])
 
 
-view, plan_view, steps, flip_bits = View, PlanView, Steps, FlipBits  # of labkit.plot
+view, plan_view, steps, flip_bits = View, PlanView, Steps, FlipBits  # names in labkit.plot

@@ -2,9 +2,9 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-steps and bytes: labkit/comm/collectives/costs.py. alpha is seconds per message, beta seconds per
-byte, including its reduction; neither is negative. The fit is least squares of log(predicted /
-measured): with absolute errors, 4 KiB would not count beside 64 MiB.
+labkit/comm/collectives/costs.py gives steps and bytes. alpha is seconds per message, beta seconds
+per byte, including reduction; neither is negative. The fit is least squares of log(predicted /
+measured): with absolute errors, 4 KiB would not count against 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ import numpy as np
 from labkit.comm.collectives.costs import COSTS, Cost, cost
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
-FINE = 2000  # sizes at which lines are compared to find where they cross
+FINE = 2000  # sizes at which fits are compared to find crossovers
 FAR = 14.0  # a factor of e**14, a million: beyond it, alpha or beta is practically 0
 
 
 @dataclass(frozen=True)
 class Fit:
     """The cost of one algorithm of an operation on `ranks` ranks. `error` is the root mean square
-    of log(predicted / measured): 0.1 means: typically 10% off."""
+    of log(predicted / measured): 0.1 means typically 10% off."""
 
     op: str
     ranks: int
@@ -40,8 +40,8 @@ class Fit:
 
 
 def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
-    """By the algorithm's formula; without one (a backend's choice), one step that sends its bus
-    bytes. gloo's own all-reduce is a ring; its segments are not counted as steps."""
+    """Cost by the algorithm's formula; without a formula (a backend's choice), one step that sends
+    the bus bytes. gloo's own all-reduce is a ring; its segments are not counted as steps."""
     bus_bytes = BUS_FACTORS[op](ranks) * size_bytes
     if (op, algorithm) == ("all_reduce", "gloo"):
         return Cost(2 * (ranks - 1), bus_bytes)
@@ -51,7 +51,7 @@ def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """alpha and beta of one algorithm. Raises ValueError for several, or fewer than two sizes."""
+    """Fit alpha and beta. Raises ValueError for several algorithms, or fewer than two sizes."""
     kinds = {(point.op, point.ranks, point.algorithm) for point in points}
     sizes = {point.size_bytes for point in points}
     if len(kinds) != 1 or len(sizes) < 2:
@@ -67,8 +67,8 @@ def fit(points: Sequence[Point]) -> Fit:
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
     """alpha, beta, and the root mean square of log(predicted / measured), which they minimize. Only
-    the ratio beta / alpha is searched for: a common factor makes the mean logarithm 0, and the
-    spread is the error. The best ratio has the least spread, or alpha or beta is 0."""
+    the ratio beta / alpha is searched: a common factor makes the mean logarithm 0, and the spread
+    is the error. The best ratio has the least spread; alpha or beta may be 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 
@@ -88,18 +88,18 @@ def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, fl
 def least(
     function: Callable[[float], float], low: float, high: float, tried: int, zooms: int
 ) -> float:
-    """The minimum of a function with one valley, ends included: of `tried` points the best, then of
-    as many between its neighbors, `zooms` times."""
+    """The minimizer of a unimodal function on [low, high]: the best of `tried` points, then of as
+    many points between the best point's neighbors, `zooms` rounds in total."""
     for _ in range(zooms):
-        points = np.linspace(low, high, tried).tolist()  # the best so far is among them
+        points = np.linspace(low, high, tried).tolist()  # includes the best point so far
         best = int(np.argmin([function(x) for x in points]))
         low, high = points[max(best - 1, 0)], points[min(best + 1, tried - 1)]
     return float(points[best])
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:
-    """A fit per operation, number of ranks and algorithm with several sizes. The default has none:
-    its algorithm changes with the size."""
+    """A fit per operation, number of ranks and algorithm with several sizes. The default is not
+    fitted, as its algorithm changes with the size."""
     names = dict.fromkeys((p.op, p.ranks, p.algorithm) for p in sweep.points)
     lines = [sweep.of(*name) for name in names if name[-1] != DEFAULT]
     return [fit(line) for line in lines if len({point.size_bytes for point in line}) > 1]
@@ -108,7 +108,7 @@ def fit_sweep(sweep: Sweep) -> list[Fit]:
 def crossovers(
     fits: Sequence[Fit], from_bytes: float, to_bytes: float
 ) -> list[tuple[float, str, str]]:
-    """Where another algorithm becomes the fastest by the fits: (bytes, before, from there on)."""
+    """Sizes at which the fastest fit changes: (bytes, algorithm before, algorithm from there)."""
     sizes = np.geomspace(from_bytes, to_bytes, FINE)
     best = [min(fits, key=lambda line: line.seconds(size)).algorithm for size in sizes]
     changes = zip(sizes[1:], best, best[1:])

@@ -1,11 +1,11 @@
-"""Results of a sweep over sizes, as plain data (no torch here).
+"""Results of a sweep over sizes, as plain data, without torch.
 
-    algbw = S / t                 bytes of the operation over its time
-    busbw = algbw x factor        what the busiest link carries, whatever the algorithm
+    algbw = S / t                 bytes of the operation divided by its time
+    busbw = algbw x factor        rate of the busiest link, for any algorithm
 
-S and the factors are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive
-from its src/*.cu): S is the whole: n shards if an operation takes shards. there_and_back is
-labkit's: a message of S from an even rank to the next, and one back.
+S and the factors follow nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive: its
+src/*.cu). S is the total size, n shards if an operation takes shards. there_and_back is labkit's
+own: a message of S bytes from an even rank to the next, and a message back.
 """
 
 import json
@@ -21,7 +21,7 @@ from labkit.foreign import brief, plain, read_file
 
 FORMAT = 1
 WHAT = "sweep of collectives"
-DEFAULT = "default"  # an algorithm: the one that runs if none is named
+DEFAULT = "default"  # algorithm name: labkit's choice, if none is named
 BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -47,16 +47,16 @@ class Point:
     op: str
     ranks: int
     size_bytes: int
-    count: int  # elements, of a shard if the operation takes shards
+    count: int  # elements (per shard if the operation takes shards)
     dtype: str
     redop: str
     algorithm: str  # "default" if none was named; the backend's name for its own algorithm
     chosen: str  # the algorithm that ran
     own: bool  # the backend's own algorithm
-    time_s: float  # of one call
-    ratio: float  # of time_s to that of the backend's own
+    time_s: float  # per call
+    ratio: float  # time_s divided by the backend's own
     wrong: int | None  # wrong elements on all ranks; None if not checked
-    copy_s: float  # of a memory copy of as many bytes on all ranks at once
+    copy_s: float  # per memory copy of equal size on all ranks at once
 
     @property
     def algbw_bytes_per_s(self) -> float:
@@ -78,18 +78,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of one run; `about`: host, backend, versions, turns, statistic of the times."""
+    """All points of a run; `about`: host, backend, versions, turns, and the times' statistic."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)
 
     def tables(self) -> Iterator[tuple[str, int, list[Point]]]:
-        """(operation, ranks, points), in the order of measurement."""
+        """Yield (operation, ranks, points) in the order of measurement."""
         for op, ranks in dict.fromkeys((point.op, point.ranks) for point in self.points):
             yield op, ranks, self.of(op, ranks)
 
     def of(self, op: str, ranks: int, algorithm: str | None = None) -> list[Point]:
-        """The points of an operation on `ranks` ranks, of one algorithm or all."""
+        """The points of operation `op` on `ranks` ranks, for one algorithm or, if None, for all."""
         return [
             point
             for point in self.points
@@ -108,11 +108,11 @@ class Sweep:
 
 
 def read_sweep(path: str | Path) -> Sweep:
-    """Read what `Sweep.save` wrote. Raises FileNotFoundError, or ValueError for another file."""
+    """Read a saved sweep. Raises FileNotFoundError, or ValueError if the file is not a sweep."""
     try:
         contents = json.loads(read_file(path))
         if contents["what"] != WHAT or contents["format"] > FORMAT:
-            raise ValueError(f"it has format {contents['format']} of {contents['what']!r}")
+            raise ValueError(f"format {contents['format']} of {contents['what']!r}")
         points = [Point(**point) for point in contents["points"]]
         for point, (name, kind) in product(points, Point.__annotations__.items()):
             value = getattr(point, name)
@@ -130,8 +130,8 @@ def read_sweep(path: str | Path) -> Sweep:
 
 
 def count_of(op: str, ranks: int, size_bytes: int, item_bytes: int) -> tuple[int, int]:
-    """The elements that fit in `size_bytes` (of a shard, if the operation takes shards) and
-    the bytes of the whole, rounded down as in nccl-tests. Raises ValueError if not one fits."""
+    """How many elements fit in `size_bytes` (per shard, if the operation takes shards), and
+    the total bytes, rounded down as in nccl-tests. Raises ValueError if no element fits."""
     parts = ranks if op in PARTED else 1
     count = size_bytes // (item_bytes * parts)
     if not count:
@@ -151,7 +151,7 @@ def parse_bytes(text: str) -> int:
 
 
 def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
-    """From one size to the other, each `factor` times the previous."""
+    """Sizes from `from_bytes` to `to_bytes`, each `factor` times the previous size."""
     if factor < 2:
         raise ValueError(f"factor {factor}: choose 2 or more")
     if from_bytes > to_bytes:

@@ -130,7 +130,7 @@ def test_a_lab_runs_from_top_to_bottom_and_its_sliders_change_its_pictures(
         if name == "sample_lab.ipynb":
             assert len(sliders) == 2 + 1 + 3 + 5 + 1, "the sample's, then the labs'"
             opened.page.click(".widget-toggle-button")  # the sign bit
-            opened.page.get_by_text("towards zero: -").wait_for()
+            opened.page.get_by_text("toward zero: -").wait_for()
             assert [cell.error for cell in cells if cell.error] == ["RankError"]
             text = "\n".join(cell.text for cell in cells)
             assert "[10.5, 10.5]" in text and "rank 1: [2.0, 2.0, 2.0]" in text

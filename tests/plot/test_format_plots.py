@@ -51,7 +51,7 @@ def test_the_rounding_error_is_reported():
     text = " ".join(words(plot.bits(0.1, "bf16")))
     assert "0.10009766   error 9.8e-5, relative 0.00098" in text
     assert "infinity" in " ".join(words(plot.bits(1e9, "fp16")))
-    raises("name a format or several", plot.bits, 1.0)
+    raises("name at least one format", plot.bits, 1.0)
 
 
 def test_flipping_a_bit_gives_the_number_of_that_pattern():
@@ -63,7 +63,7 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     assert shown.pattern == 0x3C01 and shown.step.value == 0x3C01
     assert shown.picture.value != before
     assert shown.buttons[15].description == "1"
-    assert "step here 0.000976562" in shown.neighbors.value
+    assert "spacing 0.000976562" in shown.neighbors.value
     shown.buttons[0].value = True
     assert shown.pattern == 0xBC01
     shown.step.value = 0x7C00

@@ -9,7 +9,7 @@
     hierarchical         hierarchical.py
 
 For a mean, the complete sum is divided by n (`divide_by`; 1 for other reductions). If n is not a
-power of two, both recursive algorithms fold first (fold.py), adding 2 alpha + 2 S beta.
+power of two, both recursive algorithms fold first (fold.py), adding 2 alpha + S (2 beta + gamma).
 
 Source: Rabenseifner, 2004 (halving and doubling); Patarasuk and Yuan, "Bandwidth Optimal All-reduce
 Algorithms for Clusters of Workstations", 2009 (the ring); Thakur et al., 2005.

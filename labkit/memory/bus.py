@@ -88,12 +88,12 @@ class Bus:
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
         """Issue a copy of `source` into `target`, both contiguous and equal in shape and dtype
-        (else ValueError). Until the copy arrives, write to neither tensor; `target` holds partial data."""
+        (else ValueError). Until it arrives, `target` is incomplete; write to neither tensor."""
         check_alike(target, source)
         return self._issue("load", source.nbytes, [target.view(-1), source.detach().view(-1)])
 
     def read(self, nbytes: int) -> Arrival:
-        """Issue a read without a target, as of a kernel that reads host memory while it computes."""
+        """Issue a read without a target, as by a kernel that reads host memory while computing."""
         return self._issue("read", nbytes, [None, None])  # counts in `moved_bytes`
 
     def _issue(self, op: str, nbytes: int, ends: list[Any]) -> "_Paced":

@@ -47,9 +47,9 @@ def recompute(
             "values" also their elements, which takes time; "none" nothing.
 
     Gradients are unchanged, bit for bit if the same kernels run. Calls may nest, and
-    backward may run several times. Raises ValueError if `fn` changes an input or behaves differently in
-    backward; RuntimeError if a parameter that backward needs (so not a bias) has changed since
-    forward."""
+    backward may run several times. Raises ValueError if `fn` changes an input or behaves
+    differently in backward; RuntimeError if a parameter that backward needs (so not a bias) has
+    changed since forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
@@ -115,16 +115,16 @@ class Recompute(_ForwardEdits):
 
 
 class Choices(_ForwardEdits):
-    """Edits `model` so that block i follows `chosen[i]`, one of CHOICES. `remove()` undoes the edit.
+    """Edits `model` so that block i follows `chosen[i]`, one of CHOICES. `remove()` undoes it.
 
         none         keeps its activations                      34 + 5as/h of sbh
         selective    recomputes the attention core              34
         full         recomputes the block from its input         2
         offload      moves activations to host memory and back   0, plus those in flight
 
-    `chosen`: one choice per block, or one for all blocks; `blocks`, `core`: as for `Recompute`; `offload`: from
-    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong count, or
-    "offload" without `offload`."""
+    `chosen`: one choice per block, or one for all blocks; `blocks`, `core`: as for `Recompute`;
+    `offload`: from `offload_activations(model)`. Raises ValueError for an unknown name, a wrong
+    count, or "offload" without `offload`."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@
     q tile 1    [S₁₀] [S₁₁]                             causal: tiles in the future are skipped
     q tile 2    [S₂₀] [S₂₁] [S₂₂]
 
-Each row keeps a running maximum m, sum ℓ and result o; a tile S with a larger maximum rescales ℓ and o:
+Each row keeps a running maximum m, sum ℓ and result o, rescaled when a tile S raises the maximum:
 
     m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
     ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
@@ -49,8 +49,8 @@ class FlashAttention(nn.Module):
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
     """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are converted to fp32
-    and results rounded at the end, even inside autocast. `causal`: query i sees the keys 0 to i. `tile`:
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
+    and rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
     queries and keys per tile; working memory grows with its square.
 
     Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.

@@ -46,7 +46,7 @@ def measure(
         choices: the choices to try; "none" must be among them.
 
     Clears gradients and restores random state, but not counters of forward (BatchNorm). Raises
-    ValueError if a block is not called once, in order, or is listed twice, or if gradients exist."""
+    ValueError for blocks listed twice or not called once, in order, or if gradients exist."""
     all_blocks = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: include "none", the baseline of the others')
@@ -112,7 +112,7 @@ def choose_activations(
     """Keep, recompute or offload each block's activations, so that forward and backward (not the
     optimizer step) hold at most `budget_bytes`, with the least recomputation. `offload`,
     `most_moved_bytes`: an `offload_activations(model)`, and how many bytes the bus can carry during
-    a forward; without both, no block is offloaded. Other arguments: as for `measure`.
+    a forward; both are needed to offload blocks. Other arguments: as for `measure`.
 
     Raises ValueError if no plan fits, naming the smallest possible budget.
 
@@ -133,7 +133,7 @@ class _Interval:
 
 
 class _Marks(PeakMemory):
-    """Counts memory, FLOPs and moved bytes between marks; old storages count from their first use."""
+    """Counts memory, FLOPs and moved bytes between marks; `old` storages count from first use."""
 
     def __init__(
         self, old: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None

@@ -36,7 +36,7 @@ TILE = 16  # torch._scaled_mm needs sizes that are multiples of 16
 
 
 class Fp8Cast(nn.Module):
-    """Casts tensors of one role to 8 bits, scaled by their amax or that of the last `history` calls."""
+    """Casts tensors of one role to 8 bits by their own amax or that of `history` earlier calls."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()

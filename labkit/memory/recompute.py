@@ -118,9 +118,7 @@ class _Call:
         ):
             self.fn(*args, **kwargs)
         if len(filled) < len(self.saved):
-            raise _differs(
-                f"the rerun saved {len(filled)} tensors, and forward {len(self.saved)}"
-            )
+            raise _differs(f"the rerun saved {len(filled)} tensors, and forward {len(self.saved)}")
         for slot, version in filled:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(

@@ -37,8 +37,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     def check_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         between_modules = (
-            "no module computed it: look at the code between the previous module and "
-            f"{where}"
+            f"no module computed it: look at the code between the previous module and {where}"
         )
         check(f"the input of {where}", (args, kwargs), between_modules, masks=True)
         in_module = (

@@ -30,9 +30,9 @@ def ddp_step_s(
     optimizer_s: float = 0.0,
 ) -> float:
     """Seconds of a DDP step that sends `buckets` of equal bytes and fill times during backward (in
-    a real model the embedding's bucket is large and last: use a replay). `communication_s`: sum
-    over all buckets, including latencies. Source: the overlap of Li et al., arXiv 2006.15704,
-    section 3.2.3; a flow shop of two machines and equal jobs (Johnson, 1954)."""
+    a real model the embedding's bucket is large and last: use a replay). `communication_s`: sum of
+    all buckets, with latencies. Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3;
+    a flow shop of two machines and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)

@@ -1,7 +1,7 @@
 """The contents of a checkpoint, under names that no strategy changes.
 
     model.NAME                              a parameter or buffer, named as in the plain module
-    optimizer.state.NAME.KEY                its optimizer state, such as `exp_avg`
+    optimizer.state.NAME.KEY                that parameter's optimizer state, such as `exp_avg`
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` lists the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
@@ -56,10 +56,10 @@ class Contents:
     pieces         this rank's pieces of parameters
     shapes         name -> whole shape of every parameter of all ranks
     buffers        name -> persistent buffer on this rank
-    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with it
+    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with the buffer
     aliases        further name of a tied parameter or buffer -> its first name
     groups         parameter names per group, over all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: if not frozen
+    stateful       names of the parameters that the optimizer steps on; trained: unfrozen ones only
 
     Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
     pipeline, or if model and optimizer both define a rank's pieces."""
@@ -117,7 +117,7 @@ class Contents:
         self.aliases = {name: first for name, first in self.aliases.items() if first in known}
 
     def first_name(self, name: str) -> str:
-        """The name under which a parameter is saved; `name` is any of its names."""
+        """The name under which a parameter is saved; `name` may be any of its names."""
         return self.pipeline.aliases.get(name, name) if self.pipeline else name
 
     def owned(self) -> list[OwnedPiece]:
@@ -179,7 +179,7 @@ class Contents:
 
     def to_write(self) -> Iterator[OwnedPiece]:
         """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
-        (data-parallel splits may differ on the others); only the first stage writes shared ones."""
+        (data-parallel splits may differ on the others); only the first stage writes shared pieces."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()

@@ -57,8 +57,8 @@ def load_checkpoint(
 
     Values are cast to the model's dtypes. Without `optimizer`, only the weights are loaded. `comm`:
     as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code:
-    load only checkpoints you trust. Those of torch's own `save` and of older versions have no
-    checksums: only file sizes are verified, and rank 0 warns.
+    load only checkpoints you trust. Checkpoints of torch's own `save` or older versions have
+    no checksums: only file sizes are verified, and rank 0 warns.
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
     or if it is damaged, could run code, has files outside its folder, has a newer format, or is of

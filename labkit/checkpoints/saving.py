@@ -106,8 +106,8 @@ def save_checkpoint(
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans this rank's writes. If several ranks own a piece, torch's global plan picks one,
-    balancing bytes. Rank 0 writes hyperparameters and record, and its first holder each buffer."""
+    """Plans this rank's writes. Torch's global plan picks one owner per piece, balancing bytes.
+    Rank 0 writes hyperparameters and the record; the first rank with a buffer writes that buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()

@@ -28,7 +28,7 @@ from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
 CHUNKS = 16  # per paced copy: an early read sees partial data, as on a real bus
-MAX_EVENTS = 1024  # a bus keeps those of its latest copies
+MAX_EVENTS = 1024  # of the latest copies, kept by a bus
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -43,7 +43,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
 
 
 class Arrival:
-    """A copy in flight. `event` records when it is issued, begins, ends and is waited for."""
+    """A copy in flight. `event` records when the copy is issued, begins, ends and is awaited."""
 
     def __init__(self, op: str, number: int, nbytes: int, clock: Clock, transport: str):
         self.event = CommEvent(

@@ -30,7 +30,7 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 class Waiting:
     """Blocks, each block(x) -> x, with weights in CPU memory that are read over `bus`: by default
-    the GPU's, or an unpaced `Bus` without a GPU. Each block's weights are packed into a flat
+    the GPU's bus, or without a GPU an unpaced `Bus`. Each block's weights are packed into a flat
     buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):

@@ -5,7 +5,7 @@
     marks              f0        f1        f2             b1        b0        a
 
 A block's level is the memory held when its forward begins, without bytes in flight to the host and
-without its input, which its own choice keeps or drops. Its need is the peak of its forward or
+without its input, which its choice keeps or drops. Its need is the peak of its own forward or
 backward above that level, independent of earlier blocks' choices, so one step per choice suffices.
 """
 

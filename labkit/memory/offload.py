@@ -54,7 +54,7 @@ def offload_activations(
     >>> value.backward()  # gradients as without it
 
     Raises ValueError for invalid arguments; in backward, RuntimeError if a saved tensor was changed
-    in place in flight or on the device."""
+    in place while in flight or on the device."""
     return Offload(model, link, smallest_bytes, in_flight, host_bytes, bus)
 
 

@@ -166,7 +166,7 @@ class _Inputs:
         try:
             tensors = self._node.saved_tensors if self._places else ()
         except RuntimeError as error:
-            error.add_note("(The tensor is an input of recompute, which reruns the function.)")
+            error.add_note("(recompute needs this input to rerun the function.)")
             raise
         for i, x in zip(self._places, tensors, strict=True):
             leaves[i] = x

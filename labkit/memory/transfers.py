@@ -41,8 +41,8 @@ class Transfer:
     """One way to move elements of `dtype` from `source` to `target`, converted to `to`.
 
     source, target  places: "cpu", "cuda:0", or "paced", which needs a `Bus`
-    cast            "before" the copy, at the source; "after" it, at the target; None: no cast, or,
-                    if `dtype` and `to` differ, wherever torch's copy_ casts
+    cast            "before" the copy (at the source), "after" the copy (at the target); None: no
+                    cast or, if `dtype` and `to` differ, wherever torch's copy_ casts
     pinned          CPU memory is page-locked
     non_blocking    the call may return before the data has arrived
 

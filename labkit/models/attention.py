@@ -31,7 +31,7 @@ class Dropout(nn.Dropout):
 
 
 class CausalAttention(nn.Module):
-    """One kernel. With dropout, a CPU computes it unfused, in float32 for 2-byte types."""
+    """One kernel. With dropout, a CPU computes attention unfused, in float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class autocast(ContextDecorator):
         if isinstance(dtype, str):
             raise ValueError(
                 f"autocast takes the dtype first, as autocast({device_type or torch.bfloat16}, "
-                f"{dtype!r}); without a device it uses that of each op"
+                f"{dtype!r}); without a device, each op uses its own"
             )
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
         self._entered: list[ExitStack] = []

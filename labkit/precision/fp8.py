@@ -139,7 +139,7 @@ class Fp8Linear(nn.Module):
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
                 "Fp8Linear: backward recomputes this layer's forward, and with "
-                f"history={len(self.cast_x.amaxes)} the second run would use other scales, so its "
+                f"history={len(self.cast_x.amaxes)} the second run would use different scales; its "
                 "gradients would be wrong; use history=0, or do not recompute it"
             )
         dtype = autocast_dtype(x) or x.dtype

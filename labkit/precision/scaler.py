@@ -12,7 +12,7 @@ fp16's smallest positive number is 2^-24, and many gradients are smaller. So the
         rank 2   has no gradient      0  /
 
 This costs a max all-reduce of 4 bytes per step: in ZeRO, tensor or pipeline parallelism, a rank
-sees only its own gradients; deciding alone, it would skip a step that other ranks take.
+sees only its own gradients, so on its own it would skip steps that other ranks take.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
 growth and back-off, state and methods: torch.amp.GradScaler.

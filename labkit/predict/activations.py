@@ -51,7 +51,7 @@ class Term:
     module: str
     of_sbw: int = 0  # bytes per s·b·w
     of_scores: int = 0  # bytes per score, of a·s·s·b scores
-    outside: bool = False  # of the sharded matrices, so replicated by tensor parallelism
+    outside: bool = False  # outside the sharded matrices: replicated by tensor parallelism
 
     @property
     def per_sbw(self) -> str:

@@ -53,9 +53,9 @@ def bytes_by_axis(
     """Bus bytes that each stage sends along each axis in a step, averaged over its ranks.
 
     Args:
-        rows, sequence: the batch of one replica, all its micro-batches: the global batch / dp.
+        rows, sequence: one replica's batch over all micro-batches: the global batch / dp.
         chunks: per stage; blocks are split over pp * chunks, and the first get the remainder.
-        zero: 0 for DDP, or the stage of ZeRO over dp.
+        zero: 0 for DDP, or the ZeRO stage over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
         scatter_gather: see above; no effect with sequence parallelism.

@@ -16,7 +16,7 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
     """Bytes that one rank sends in a step to average `parameters` gradients over `ranks`; ZeRO
-    stage 3 sends 1.5 times as much, the other stages as much. Source: Li et al., arXiv
+    stage 3 sends 1.5 times that, other stages the same. Source: Li et al., arXiv
     2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
     check_counts(element_bytes=element_bytes)

@@ -179,7 +179,7 @@ class Contents:
 
     def to_write(self) -> Iterator[OwnedPiece]:
         """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
-        (data-parallel splits may differ on the others); only the first stage writes shared pieces."""
+        (data-parallel splits may differ on others); only the first stage writes shared pieces."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()

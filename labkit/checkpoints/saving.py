@@ -107,7 +107,7 @@ def save_checkpoint(
 
 class PiecePlanner(DefaultSavePlanner):
     """Plans this rank's writes. Torch's global plan picks one owner per piece, balancing bytes.
-    Rank 0 writes hyperparameters and the record; the first rank with a buffer writes that buffer."""
+    Rank 0 writes hyperparameters and the record; a buffer's first rank writes that buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()

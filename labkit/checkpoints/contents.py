@@ -51,7 +51,7 @@ class Contents:
 
     module         this rank's part of the model, under the names of the whole model
     pipeline       the model if it is a pipeline, else None
-    strategies     those that define which pieces a rank owns; [] if each rank has the whole model
+    strategies     strategies that define a rank's pieces; [] if each rank has the whole model
     named          this rank's parameters, under first names
     pieces         this rank's pieces of parameters
     shapes         name -> whole shape of every parameter of all ranks

@@ -7,7 +7,7 @@
 A save writes into the `.tmp` folder, flushes every byte to disk, renames the folder, replaces
 `latest`, and only then removes old checkpoints. A rename is atomic, so whenever a save is killed,
 `latest` names a complete checkpoint. `.metadata` and `latest` end in their own CRC-32, and
-`.metadata` has one for every item in the other files. A CRC detects any flipped bit and is several
+`.metadata` holds a CRC-32 per item of the other files. A CRC detects any flipped bit and is several
 times as fast as a cryptographic hash; an attacker could replace either.
 """
 

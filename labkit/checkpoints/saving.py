@@ -1,4 +1,4 @@
-"""Save a checkpoint: every rank writes the pieces it alone owns, one box at a time.
+"""Save a checkpoint: every piece is written by one rank, one box at a time.
 
     rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
     rank 1     | plan | write pieces        | wait                          |

@@ -61,7 +61,7 @@ class Conditions:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Apply the recorded conditions inside the block; restore the current ones afterward."""
+        """Apply the recorded conditions inside the block; restore the current conditions after."""
         with ExitStack() as stack:
             stack.callback(restore, states_of(generator for generator, _ in self.states))
             restore(self.states)

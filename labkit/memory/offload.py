@@ -51,7 +51,7 @@ def offload_activations(
 
     >>> with (offload := offload_activations(model)):
     ...     value = loss(model(x))
-    >>> value.backward()  # gradients as without it
+    >>> value.backward()  # gradients as without offload
 
     Raises ValueError for invalid arguments; in backward, RuntimeError if a saved tensor was changed
     in place while in flight or on the device."""

@@ -20,7 +20,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that backward needs, and the module and tensor that saved it first."""
+    """Memory that backward needs, and the first module and tensor that saved this memory."""
 
     module: str  # path of the innermost module, "attn.q"; "": the outermost
     shape: tuple[int, ...]

@@ -135,7 +135,7 @@ class Fp8Linear(nn.Module):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1  # torch's checkpoint tests it so
+        in_backward = torch._C._current_graph_task_id() != -1  # same test as torch's checkpoint
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
                 "Fp8Linear: backward recomputes this layer's forward, and with "
@@ -155,7 +155,7 @@ class Fp8Linear(nn.Module):
 
 
 def check_has_fp8(device: torch.device, simulate: bool) -> None:
-    """Raises ValueError if `device` has no fp8 matmul, unless it is simulated."""
+    """Raises ValueError if `device` has no fp8 matmul, unless `simulate`."""
     if simulate:
         return
     if device.type != "cuda":

@@ -87,7 +87,7 @@ class MasterWeights(ShadowOptimizer):
             yield chunk
 
     def _check_options_unchanged(self) -> None:
-        """Raise ValueError if `inner` changed its options: every chunk must use the same ones."""
+        """Raise ValueError if `inner` changed its options: every chunk needs the same options."""
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             for key, x in options_of(inner_group).items():
                 if key not in group or (x is not group[key] and x != group[key]):

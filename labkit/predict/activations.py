@@ -45,7 +45,7 @@ OTHERS = "other"
 
 @dataclass(frozen=True)
 class Term:
-    """One summand, and the module of labkit.GPT's block that keeps it."""
+    """One summand, and the module of labkit.GPT's block that keeps these bytes."""
 
     name: str
     module: str

@@ -98,11 +98,11 @@ def ring_exposed_s(
     block_s = alpha_s + elements * element_bytes / bytes_per_s
     if ranks == 1:
         return 0.0
-    exposed_s = max(0.0, block_s - own_s)  # the first step; the last one has no block to send
+    exposed_s = max(0.0, block_s - own_s)  # the first step; the last step sends no block
     if not backward:
         return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    if ranks > 2:  # step 1 hides a block, the last step gradients, all others both
+    if ranks > 2:  # step 1 hides a block, the last step gradients, the steps between both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
     return exposed_s + gradient_s  # gradients returning to their rank

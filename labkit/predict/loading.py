@@ -34,7 +34,7 @@ def pipelined_loading_s(
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0
-    >>> pipelined_loading_s([1.0, 1.0, 5.0], [3.0, 3.0, 1.0], ahead=2)  # 10.0 with one ahead
+    >>> pipelined_loading_s([1.0, 1.0, 5.0], [3.0, 3.0, 1.0], ahead=2)  # 10.0 with ahead=1
     8.0
     """
     _check(load_s, compute_s)

@@ -26,7 +26,7 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 @dataclass(frozen=True)
 class PipelineStep:
     """Forward and backward of all micro-batches through a pipeline, as one stage sees it. Never
-    compare a bubble relative to ideal time (as in the Megatron-LM paper) with one to total time."""
+    compare `of_ideal` (the Megatron-LM paper's bubble) of one schedule with `of_total` of another."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle

@@ -26,7 +26,7 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 @dataclass(frozen=True)
 class PipelineStep:
     """Forward and backward of all micro-batches through a pipeline, as one stage sees it. Never
-    compare `of_ideal` (the Megatron-LM paper's bubble) of one schedule with `of_total` of another."""
+    compare one schedule's `of_ideal` (the Megatron-LM paper's bubble) with another's `of_total`."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle

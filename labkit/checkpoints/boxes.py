@@ -1,14 +1,14 @@
-"""Flat ranges of a tensor as boxes: ZeRO owns flat ranges, the checkpoint format stores boxes.
+"""Converts flat ranges to boxes: ZeRO owns flat ranges, but the checkpoint format stores boxes.
 
-    elements 2 to 13 of a [4, 4]      . . a a     a   the rest of the first row
+    elements 2-13 of a [4, 4] tensor  . . a a     a   the rest of the first row
                                       b b b b     b   the full rows, one box
                                       b b b b
                                       c c . .     c   the start of the last row
 
-With more dimensions, partial rows are split in the same way: at most 2d - 1 boxes, in order.
+With more dimensions, partial rows are split in the same way, into at most 2d - 1 boxes, in order.
 
-A tensor-parallel rank holds rows or columns of the whole parameter, perhaps padded. A box moves to
-its place in the whole and loses the padding:
+A tensor-parallel rank holds rows or columns of the whole parameter, possibly padded. A box is
+shifted to its position in the whole parameter and loses the padding:
 
     here [4, 2]      a a      whole [4, 5]     . . . . a      this rank has columns 4:5;
                      a a                       . . . . a      its second column is padding
@@ -37,7 +37,7 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
-    """Contiguous boxes, in order, for `numel` elements from `start` on of a tensor of `shape`."""
+    """Contiguous boxes, in order, that cover elements `start` to `start + numel - 1` of `shape`."""
     if numel and not shape:
         yield Box((), ())
     if not (numel and shape):
@@ -58,7 +58,7 @@ def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
 
 
 def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
-    """As `boxes_of`, in boxes of at most `most` elements or one row; an empty tensor is one box."""
+    """Like `boxes_of`, but at most `most` elements or one row per box; one box if empty."""
     if prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape))
         return
@@ -70,7 +70,7 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
 
 
 def in_whole(box: Box, shard: Shard | None) -> Box | None:
-    """The box in the whole parameter, without padding (last along the cut dim), if any is left."""
+    """The box in the whole parameter, without padding (last along the cut dim); None if empty."""
     if shard is None:
         return box
     offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim
@@ -80,7 +80,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """The view of `box`; `tensor` has this shape, or is flat and begins at element `start`."""
+    """The view of `box`; `tensor` has `shape`, or is flat and begins at element `start`."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
         return tensor[tuple(slices)]
@@ -93,7 +93,7 @@ def placed_boxes(
     piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Yield each box of a piece in the whole parameter, without padding, and its view of `tensor`,
-    which has one element per element of the piece. `most` as in `small_boxes`."""
+    which has one element per element of the piece. `most`: as in `small_boxes`."""
     for local in small_boxes(piece.shape, piece.start, tensor.numel(), most):
         if (box := in_whole(local, piece.shard)) is not None:
             view = view_of(tensor, piece.shape, piece.start, local)

@@ -1,21 +1,21 @@
 """The contents of a checkpoint, under names that no strategy changes.
 
     model.NAME                              a parameter or buffer, named as in the plain module
-    optimizer.state.NAME.KEY                its optimizer state, such as `exp_avg`
+    optimizer.state.NAME.KEY                that parameter's optimizer state, such as `exp_avg`
     optimizer.param_groups.GROUP.KEY        hyperparameters; KEY `params` lists the names
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A tensor-parallel
-parameter is saved under its plain name, in its whole shape. The pieces that a rank owns:
+parameter is saved under its plain name, with its whole shape. The pieces that a rank owns:
 
     DDP, no strategy     every parameter, whole
     ZeroOptimizer        `optimizer.owned(module)`
     ZeRO3                `model.owned(optimizer)`
-    Pipeline             the optimizer's pieces of this rank's stages, or each stage's own, whole
-                         or ZeRO3, under the names of the whole model
+    Pipeline             the optimizer's pieces for this rank's stages, or each stage's own pieces
+                         (whole or by ZeRO3), named as in the whole model
 
-If several ranks own a piece, one of them writes it. A parameter tied across stages is saved under
-the first of its names: the first rank that holds it writes it, and the others read it, too.
+If several ranks own a piece, one rank writes it. A parameter tied across stages is saved under its
+first name: the first rank that holds the parameter writes it, and every holder reads it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The strategy's ranks; all ranks for no strategy, tensor parallelism or a pipeline."""
+    """The strategy's ranks; all ranks without a strategy, with tensor parallelism or a pipeline."""
     if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
@@ -51,18 +51,18 @@ class Contents:
 
     module         this rank's part of the model, under the names of the whole model
     pipeline       the model if it is a pipeline, else None
-    strategies     those that define which pieces a rank owns; [] if each rank has the whole model
+    strategies     strategies that define a rank's pieces; [] if each rank has the whole model
     named          this rank's parameters, under first names
     pieces         this rank's pieces of parameters
     shapes         name -> whole shape of every parameter of all ranks
     buffers        name -> persistent buffer on this rank
-    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: the first rank that has one
+    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with the buffer
     aliases        further name of a tied parameter or buffer -> its first name
-    groups         the names of each group's parameters, of all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: those not frozen
+    groups         parameter names per group, over all ranks
+    stateful       names of the parameters that the optimizer steps on; trained: unfrozen ones only
 
     Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
-    pipeline, or if model and optimizer both define what a rank owns."""
+    pipeline, or if model and optimizer both define a rank's pieces."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.module, self.optimizer = plain_module(model), optimizer
@@ -97,7 +97,7 @@ class Contents:
         self.buffer_shapes: dict[str, torch.Size] = {}
         self._gather(comm)
 
-        # Without an owner: frozen parameters, which a sharded optimizer may omit, and empty ones.
+        # Unowned: frozen parameters, which a sharded optimizer may omit, and empty parameters.
         unowned = [
             replace(whole(name, p), shard=shards[name])
             for name, p in self.named
@@ -117,7 +117,7 @@ class Contents:
         self.aliases = {name: first for name, first in self.aliases.items() if first in known}
 
     def first_name(self, name: str) -> str:
-        """The name that a parameter is saved under, whichever of its names it has here."""
+        """The name under which a parameter is saved; `name` may be any of its names."""
         return self.pipeline.aliases.get(name, name) if self.pipeline else name
 
     def owned(self) -> list[OwnedPiece]:
@@ -135,7 +135,7 @@ class Contents:
         return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
 
     def _find_buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers; `aliases` gets the further names of shared ones."""
+        """The persistent buffers; adds further names of shared buffers to `aliases`."""
         buffers: dict[str, torch.Tensor] = {}
         first_of: dict[int, str] = {}
         for prefix, part in self.module.named_modules(remove_duplicate=False):
@@ -179,7 +179,7 @@ class Contents:
 
     def to_write(self) -> Iterator[OwnedPiece]:
         """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
-        (data-parallel splits may differ on the others); only the first stage writes shared ones."""
+        (data-parallel splits may differ on others); only the first stage writes shared pieces."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()
@@ -195,7 +195,7 @@ class Contents:
         """Path and value of each group's hyperparameters and of `params`, its parameter names."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
-                if key != "param_names":  # `params` has them
+                if key != "param_names":  # `params` has these names
                     yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:
@@ -205,7 +205,7 @@ class Contents:
 
 
 def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
-    """The whole tensor as one piece, with `optimizer` if that steps on it."""
+    """The whole tensor as one piece, with `optimizer` if it steps on the tensor."""
     groups = [] if optimizer is None else optimizer.param_groups
     steps = any(tensor is p for group in groups for p in group["params"])
     return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)
@@ -222,20 +222,20 @@ def check_single_value(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
     if piece.shard is not None and shape.numel() > 1:
         raise ValueError(
             f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "
-            f"shape {list(piece.whole_shape)}, is cut over ranks {list(piece.shard.comm.ranks)}; "
-            "use an optimizer that treats each element independently, as AdamW, or optimizer=None"
+            f"shape {list(piece.whole_shape)}, is split over ranks {list(piece.shard.comm.ranks)}; "
+            "use an optimizer that treats each element independently, like AdamW, or optimizer=None"
         )
 
 
 def _union(shapes: Sequence[dict[str, torch.Size]]) -> dict[str, torch.Size]:
-    """The shapes of all ranks' names. Raises ValueError if a name has different shapes."""
+    """Merge the ranks' shapes by name. Raises ValueError if a name has different shapes."""
     union: dict[str, torch.Size] = {}
     for rank, of_rank in enumerate(shapes):
         for name, shape in of_rank.items():
             if union.setdefault(name, shape) != shape:
                 raise ValueError(
                     f"the ranks have different models: {name} is {list(shape)} on rank {rank} and "
-                    f"{list(union[name])} on an earlier one; build the same model on every rank"
+                    f"{list(union[name])} on an earlier rank; build the same model on every rank"
                 )
     return union
 

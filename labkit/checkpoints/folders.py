@@ -2,13 +2,13 @@
 
     FOLDER/step_00000100          a checkpoint: one file per rank, and `.metadata`
     FOLDER/latest                 the name of the checkpoint to load
-    FOLDER/step_00000300.tmp      a save in progress, or a killed one: never read
+    FOLDER/step_00000300.tmp      a save in progress or killed; never read
 
 A save writes into the `.tmp` folder, flushes every byte to disk, renames the folder, replaces
 `latest`, and only then removes old checkpoints. A rename is atomic, so whenever a save is killed,
 `latest` names a complete checkpoint. `.metadata` and `latest` end in their own CRC-32, and
-`.metadata` has one for every item in the other files. A CRC detects any flipped bit several times
-as fast as a cryptographic hash; an attacker could replace either.
+`.metadata` holds a CRC-32 per item of the other files. A CRC detects any flipped bit and is several
+times as fast as a cryptographic hash; an attacker could replace either.
 """
 
 import os
@@ -27,7 +27,7 @@ NAME = re.compile(r"step_\d{8,}(\.\d+)?")
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Create an empty folder for the checkpoint of `step`, and remove what killed saves left."""
+    """Create an empty folder for the checkpoint of `step`, and remove leftovers of killed saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         if left.name.endswith(UNFINISHED) and NAME.fullmatch(left.name.removesuffix(UNFINISHED)):
@@ -58,7 +58,7 @@ def publish(unfinished: Path) -> Path:
 def point_at(final: Path) -> None:
     """Replace the pointer `latest` atomically."""
     new = final.parent / (LATEST + UNFINISHED)
-    new.unlink(missing_ok=True)  # it may be a link: never overwrite its target
+    new.unlink(missing_ok=True)  # `new` may be a link: never overwrite its target
     with naming(new):
         new.write_text(final.name + "\n")
     seal(new)
@@ -67,7 +67,7 @@ def point_at(final: Path) -> None:
 
 
 def seal(path: Path) -> None:
-    """Append the file's CRC-32 to it, and flush both to disk."""
+    """Append the file's CRC-32, and flush the file to disk."""
     with naming(path), path.open("r+b") as file:
         file.write(b"%08x\n" % zlib.crc32(file.read()))
         file.flush()
@@ -75,13 +75,13 @@ def seal(path: Path) -> None:
 
 
 def sealed(data: bytes) -> bool:
-    """Whether `data` ends in the CRC-32 of the bytes before, as `seal` writes it."""
+    """Whether `data` ends in the CRC-32 of its preceding bytes, as `seal` writes."""
     return data[-9:] == b"%08x\n" % zlib.crc32(data[:-9])
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError raised in this block: errors of `write` lack it."""
+    """Add the file's name to an OSError raised in this block: errors of `write` lack the name."""
     try:
         yield
     except OSError as error:
@@ -89,7 +89,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
+    """Flush a folder's entries to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -103,7 +103,7 @@ def discard(unfinished: Path) -> None:
 
 
 def remove_old(latest: Path, keep: int) -> None:
-    """Remove all but `latest` and the `keep - 1` before it; also older saves of the same step."""
+    """Keep only `latest` and the `keep - 1` checkpoints before, no older saves of its step."""
     same = latest.name.partition(".")[0]
     others = [path for path in finished_in(latest.parent) if path != latest]
     kept = [path for path in others if path.name.partition(".")[0] != same][: keep - 1]
@@ -121,7 +121,7 @@ def finished_in(folder: Path) -> list[Path]:
 
 
 def finished(path: Path) -> bool:
-    """Whether the save finished: it writes the metadata last."""
+    """Whether the save finished: metadata is written last."""
     return (path / METADATA).is_file()
 
 
@@ -138,7 +138,7 @@ def inside(folder: Path, name: str) -> Path:
 
 def find(folder: Path) -> Path:
     """The checkpoint to load: `folder` itself, or the one that `latest` names. Raises ValueError if
-    there is none, and lists the checkpoints that `folder` has."""
+    there is none, listing the checkpoints in `folder`."""
     if finished(folder):
         return folder
     if not folder.is_dir():

@@ -53,16 +53,16 @@ def load_checkpoint(
     weights_only: bool = True,
 ) -> Loaded:
     """Load the latest checkpoint in `folder`, or `folder` itself if it is one, into a model and its
-    optimizer, of any strategy and on any number of ranks; every rank calls it.
+    optimizer, with any strategy and number of ranks; every rank must call this.
 
-    Values take the dtypes of the model. Without `optimizer`, only the weights are loaded. `comm` as
-    in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code: load
-    only what you trust. Checkpoints of torch's own `save` and of older versions have no checksums:
-    only file sizes are verified, and rank 0 warns.
+    Values are cast to the model's dtypes. Without `optimizer`, only the weights are loaded. `comm`:
+    as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code:
+    load only checkpoints you trust. Checkpoints of torch's own `save` or older versions have
+    no checksums: only file sizes are verified, and rank 0 warns.
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
     or if it is damaged, could run code, has files outside its folder, has a newer format, or is of
-    another model or optimizer (the error names the first parameters that differ)."""
+    a different model or optimizer (the error names the first parameters that differ)."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
@@ -167,7 +167,7 @@ def check_model(stored: Stored, contents: Contents) -> None:
 
 
 def check_optimizer(stored: Stored, contents: Contents) -> None:
-    """Raises ValueError if the checkpoint has no optimizer, or state for what has none here."""
+    """Raises ValueError if the checkpoint has no optimizer, or state for a stateless parameter."""
     if not any(path[0] == "optimizer" for path in stored.entries):
         raise ValueError(
             f"{stored.folder} has a model but no optimizer; load it with optimizer=None"
@@ -184,8 +184,8 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
 
 
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
-    """The stored hyperparameters of each group. Raises ValueError if the group's parameters had
-    none or several, or those of another kind of optimizer."""
+    """The stored hyperparameters of each group. Raises ValueError if a group's parameters were
+    saved in no group, in several, or with a different kind of optimizer."""
     groups: dict[Any, dict[Any, Any]] = {}
     for path in stored.entries:
         if path[:2] == ("optimizer", "param_groups"):
@@ -209,7 +209,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
         gone, new = set(now) - set(before) - {"params", "param_names"}, set(before) - set(now)
         if first and gone and new - {"initial_lr"}:
             raise ValueError(
-                f"{stored.folder} has another optimizer: it had {_few(sorted(map(str, new)))} "
+                f"{stored.folder} has a different optimizer: it had {_few(sorted(map(str, new)))} "
                 f"and not {_few(sorted(gone))}; load it with optimizer=None"
             )
         hyperparameters.append(before)

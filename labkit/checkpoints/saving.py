@@ -1,13 +1,13 @@
-"""Save a checkpoint: every rank writes the pieces it alone owns, one box at a time.
+"""Save a checkpoint: every piece is written by one rank, one box at a time.
 
     rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
     rank 1     | plan | write pieces        | wait                          |
 
 each rank holds   its model, and one box (at most 64 MiB, or one row)
-ranks exchange    plans and the places of boxes, a few hundred bytes per box; no tensors
+ranks exchange    plans and positions of boxes, a few hundred bytes per box; no tensors
 
-The format is torch.distributed.checkpoint's, written with its plans and metadata, so its `load`
-reads these checkpoints. labkit's communicator replaces the communication of its `save`.
+The format is torch.distributed.checkpoint's, written with its plans and metadata, so torch's
+`load` reads these checkpoints. labkit's communicator replaces the communication in torch's `save`.
 """
 
 import io
@@ -54,7 +54,7 @@ def save_checkpoint(
     comm: Comm | None = None,
     weights_only: bool = True,
 ) -> pathlib.Path:
-    """Write a checkpoint into `folder`, and return its own folder. Every rank must call this.
+    """Write a checkpoint into `folder`, and return the new folder. Every rank must call this.
 
     Args:
         folder: the folder of a run's checkpoints, visible to all ranks.
@@ -67,9 +67,9 @@ def save_checkpoint(
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
             refuse, such as an object of your own class. If False, load with False, too.
 
-    Until the new checkpoint is complete, the one before stays the latest. On every rank, raises
-    ValueError for invalid arguments, and OSError, naming the file, if it cannot be written; nothing
-    is left of the failed save."""
+    Until the new checkpoint is complete, the previous one stays the latest. On every rank, raises
+    ValueError for invalid arguments, and OSError, naming the file, if a write fails; a failed save
+    leaves nothing behind."""
     if keep < 1 or step < 0:
         raise ValueError(
             f"keep={keep}, step={step}: keep at least 1 checkpoint, and count steps from 0"
@@ -106,8 +106,8 @@ def save_checkpoint(
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans this rank's writes. If several ranks own a piece, torch's global plan picks one,
-    balancing bytes. Rank 0 writes hyperparameters and record, a buffer's first rank the buffer."""
+    """Plans this rank's writes. Torch's global plan picks one owner per piece, balancing bytes.
+    Rank 0 writes hyperparameters and the record; a buffer's first rank writes that buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()
@@ -205,7 +205,7 @@ class StreamingWriter(FileSystemWriter):
                 nbytes = file.write(data)
                 where = _StorageInfo(name, begin_bytes, nbytes)
                 vars(where)["crc32"] = zlib.crc32(data)  # torch's own `load` ignores it
-                del data  # before the next is serialized
+                del data  # before the next item is serialized
                 results.append(WriteResult(item.index, nbytes, where))
             file.flush()
             os.fsync(file.fileno())

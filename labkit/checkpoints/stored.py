@@ -98,7 +98,7 @@ class Stored:
                 self.entries[here], self._keys[here] = self.entries.pop(path), self._keys.pop(path)
 
     def under(self, *prefix: str | int) -> dict[Any, Any]:
-        """Name -> entry of the entries one level below `prefix`, as in `under("model")`."""
+        """Entries one level below `prefix`, by name, as in `under("model")`."""
         n = len(prefix)
         return {
             path[n]: entry
@@ -129,7 +129,7 @@ class Stored:
             self._read(item, planner)
 
     def _items(self, number: int, fill: Fill, planner: "BoxPlanner") -> list[ReadItem]:
-        """The read items of a tensor's boxes; `planner` gets the views they fill."""
+        """The read items of a tensor's boxes; adds the views to fill to `planner`."""
         path, piece = fill
         key, entry, items = self._keys[path], self.entries[path], []
         assert isinstance(entry, TensorStorageMetadata)

@@ -1,4 +1,4 @@
-"""Run an action on the ranks: it succeeds on all, or all raise the same error."""
+"""Run an action on the ranks: it succeeds on every rank, or every rank raises the same error."""
 
 from collections.abc import Callable
 from errno import EIO
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
-    """Run `action` on every rank and return all ranks' results. If it fails, every rank raises the
+    """Run `action` on every rank and return all ranks' results. If any fails, every rank raises the
     first failing rank's error, an OSError or ValueError, with `failed` before its message."""
     own_error: Exception | None = None
     result: Any = None

@@ -1,9 +1,9 @@
-"""Constant-size memory, allocated once and reused in every step, however large the model.
+"""Constant-size memory, allocated once and reused in every step, whatever the model's size.
 
 ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
 size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get their own
-block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward first
-needs what forward made last, so a stack suffices:
+block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
+forward's last tensors first, so a stack suffices:
 
     forward   | a | b | c |          free          |
                           ^ top
@@ -16,26 +16,26 @@ import weakref
 
 import torch
 
-ALIGNED_BYTES = 64  # a cache line: kernels are slow on tensors that straddle it, or refuse them
+ALIGNED_BYTES = 64  # a cache line: kernels are slow on unaligned tensors, or refuse them
 
 _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` was offloaded: not device memory, even if the device is a CPU."""
+    """Whether `x` is offloaded: not device memory, even if the device is a CPU."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
 class ConstantBuffer:
-    """A stack of slices in one block of `nbytes` of host memory; one below the top is freed once
-    all above it are. `pinned`: a GPU can copy while it computes."""
+    """A stack of slices in one block of `nbytes` of host memory; the space of a freed slice is
+    reusable once all slices above are free. `pinned`: a GPU can copy while it computes."""
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
             raise ValueError(f"a buffer of {nbytes} bytes: choose 0 or more")
         self.nbytes = nbytes
         self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._starts: list[int] = []  # of the slices taken, bottom first
+        self._starts: list[int] = []  # starts of the slices taken, bottom first
         self._free: set[int] = set()  # starts of freed slices below the top
         self._top = 0
         _host_memory.add(self._block.untyped_storage())
@@ -45,7 +45,7 @@ class ConstantBuffer:
         return self._top
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """A slice, uint8 [nbytes]; None if it does not fit."""
+        """A slice, uint8 [nbytes]; None if it exceeds the free space."""
         if self._top + nbytes > self.nbytes:
             return None
         start = self._top

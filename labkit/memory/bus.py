@@ -1,15 +1,15 @@
-"""A bus between two memories, and an engine that copies over it while the program continues.
+"""A bus between two memories, and an engine that copies while the program continues.
 
     CPU memory  ══════ bus (PCIe) ══════  device memory
 
     program   copy ┐    computes ...     ┌ wait      B bytes arrive after
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
-`StreamBus` is a GPU's. `Bus` needs no GPU: it copies real bytes inside the machine's memory, each
-chunk no sooner than a bus of that rate would; its results are labeled "paced". Copies run in
-order.
+`StreamBus` is a GPU's real bus. `Bus` needs no GPU: it copies bytes inside the machine's memory,
+each chunk no sooner than a bus of the given rate would; its results are labeled "paced". Copies run
+in order.
 
-Rates: PCIe 4.0 and 5.0 have 16 and 32 Gbit/s on each of 16 lanes, each way (PCI-SIG, base
+Rates: PCIe 4.0 and 5.0 carry 16 and 32 Gbit/s per lane and direction, on 16 lanes (PCI-SIG, base
 specifications): 252 and 504 Gbit/s after 128b/130b encoding.
 """
 
@@ -27,8 +27,8 @@ from labkit.events import CommEvent
 from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
-CHUNKS = 16  # of a paced copy: an early read sees partial data, as on a real bus
-MAX_EVENTS = 1024  # that a bus keeps, of its last copies
+CHUNKS = 16  # per paced copy: an early read sees partial data, as on a real bus
+MAX_EVENTS = 1024  # of the latest copies, kept by a bus
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -43,7 +43,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
 
 
 class Arrival:
-    """A copy in flight. `event` records the times of its issue, begin, end and waits."""
+    """A copy in flight. `event` records when the copy is issued, begins, ends and is awaited."""
 
     def __init__(self, op: str, number: int, nbytes: int, clock: Clock, transport: str):
         self.event = CommEvent(
@@ -88,12 +88,12 @@ class Bus:
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
         """Issue a copy of `source` into `target`, both contiguous and equal in shape and dtype
-        (else ValueError). Until it arrives, write to neither; `target` holds partial data."""
+        (else ValueError). Until it arrives, `target` is incomplete; write to neither tensor."""
         check_alike(target, source)
         return self._issue("load", source.nbytes, [target.view(-1), source.detach().view(-1)])
 
     def read(self, nbytes: int) -> Arrival:
-        """Issue a read without a target: a kernel reads host memory as it computes."""
+        """Issue a read without a target, as by a kernel that reads host memory while computing."""
         return self._issue("read", nbytes, [None, None])  # counts in `moved_bytes`
 
     def _issue(self, op: str, nbytes: int, ends: list[Any]) -> "_Paced":
@@ -106,7 +106,7 @@ class Bus:
     @torch.inference_mode()
     def _carry(self, event: CommEvent, ends: list[Any]) -> None:
         target, source = ends
-        ends.clear()  # the engine keeps the list longer than the copy
+        ends.clear()  # else the engine would keep the tensors alive after the copy
         event.began_s = time.monotonic()
         if target is None or source is None:
             sleep_until(event.began_s + self.seconds(event.payload_bytes))
@@ -120,7 +120,7 @@ class Bus:
 
 
 class _Paced(Arrival):
-    future: "Future[None] | None"  # None: it failed, and was reported
+    future: "Future[None] | None"  # None: the copy failed, and the error was reported
 
     def done(self) -> bool:
         return self.future is None or self.future.done()
@@ -131,13 +131,13 @@ class _Paced(Arrival):
         try:
             self.future.result()  # raises the copy's error
         except Exception:
-            self.future = None  # else the traceback of the error keeps it alive
+            self.future = None  # else the error's traceback keeps the future alive
             raise
 
 
 class StreamBus:
-    """A GPU's bus: copies on their own stream, beside the compute stream. CPU memory must be pinned
-    (else ValueError): to copy pageable memory, the driver blocks the program."""
+    """A GPU's bus: copies on their own stream, alongside compute. CPU memory must be pinned (else
+    ValueError): copies of pageable memory would block the program."""
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
@@ -145,7 +145,7 @@ class StreamBus:
             self.stream = torch.cuda.Stream()
             self.clock = StreamClock()
         self.moved_bytes = 0
-        self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)  # `clock.settle` gives their times
+        self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)  # `clock.settle` sets their times
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
@@ -159,7 +159,7 @@ class StreamBus:
                     "x.pin_memory()"
                 )
         if self._number % MAX_EVENTS == 0:
-            self.clock.settle(0.0)  # or the clock would keep the CUDA events of all copies
+            self.clock.settle(0.0)  # else the clock would keep the CUDA events of all copies
         arrival = _OnStream(
             (target, source), self.stream.device, "load", self._number, source.nbytes, self.clock,
             "cuda",
@@ -177,7 +177,7 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Keeps both tensors until their stream waits: then only later work reuses their memory."""
+    """Keeps both tensors until a stream waits: then only later work can reuse their memory."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
@@ -213,7 +213,7 @@ def sleep_until(when_s: float) -> None:
         time.sleep(min(left_s, 1.0))
 
 
-# On exit, Python joins the threads of executors: pending copies then run
+# On exit, Python joins executor threads: pending copies then run
 # without pacing. (A daemon thread inside torch at that moment would abort the process.)
 _ENDING = threading.Event()
 threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A memory budget, and the least recomputation that meets it.
+"""Finds the least recomputation that meets a memory budget.
 
     held
      │            ╭─╮ head           budget ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄
@@ -11,7 +11,7 @@
 
 Only the level couples blocks: dynamic programming over all reachable levels is exact.
 
-Source: the trade of Chen et al., arXiv 1604.06174, section 4; by dynamic programming as in Beaumont
+Source: trade-off of Chen et al., arXiv 1604.06174, section 4; dynamic programming as in Beaumont
 et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
 """
 
@@ -27,24 +27,24 @@ class Cost:
     kept_bytes: int  # from its forward to its backward
     need_bytes: int  # the peak, including kept_bytes
     again_flops: int = 0  # computed a second time
-    moved_bytes: int = 0  # to the host, and as many back
+    moved_bytes: int = 0  # to the host; as many return
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of each choice for each of a model's blocks, in forward order, and of the rest."""
+    """Costs of each choice per block, in forward order, and of the rest of the model."""
 
     blocks: Sequence[Mapping[str, Cost]]
-    before_bytes: int = 0  # the level before the first block: weights and so on
+    before_bytes: int = 0  # the level before the first block: weights, optimizer state
     head_bytes: int = 0  # the peak above the last level, before the last block's backward
     after_bytes: int = 0  # the peak above the first level, after the first block's backward
-    leaving_bytes: int = 0  # if any block offloads: the most in flight between blocks
+    leaving_bytes: int = 0  # the most in flight between blocks, if any offloads
     step_flops: int = 0  # of a step without recomputation
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice for each block, its peak memory, and what it recomputes and moves in a step."""
+    """A choice per block, and the plan's peak memory, recomputation and transfers per step."""
 
     choices: tuple[str, ...]
     peak_bytes: int  # of forward and backward
@@ -64,7 +64,7 @@ class Plan:
 
 
 def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
-    """The plan of these choices. Raises ValueError if they do not match the blocks."""
+    """The plan for these choices. Raises ValueError if they do not match the blocks."""
     if len(choices) != len(costs.blocks):
         raise ValueError(
             f"{len(choices)} choices for {len(costs.blocks)} blocks; pass one for each block"
@@ -85,10 +85,10 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
 
 
 def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) -> Plan:
-    """The plan with the fewest recomputed FLOPs within the budget; of several, that with the lowest
-    final level. `most_moved_bytes`: how much a bus can copy to the host, hidden by a forward.
+    """The plan with the fewest recomputed FLOPs within the budget; ties go to the lowest final
+    level. `most_moved_bytes`: how many bytes a bus can copy to the host during a forward.
 
-    Raises ValueError if no plan fits, and names the smallest budget that would."""
+    Raises ValueError if no plan fits, naming the smallest budget that works."""
     plan = _search(costs, budget_bytes, most_moved_bytes)
     if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
@@ -106,12 +106,12 @@ def smallest_budget(costs: Costs, most_moved_bytes: int = 0) -> int:
 
 
 def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
-    """The Pareto front of work and peak memory, highest peak first."""
+    """The Pareto front of recomputed FLOPs and peak memory, highest peak first."""
     most = _ceiling(costs)
     plans: list[Plan] = []
     while (plan := _search(costs, most, most_moved_bytes)) is not None:
         if plans and plan.again_flops == plans[-1].again_flops:
-            plans.pop()  # equal work, less memory
+            plans.pop()  # equal FLOPs, less memory
         plans.append(plan)
         most = plan.peak_bytes - 1
     return plans
@@ -168,9 +168,9 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
 def _pareto_optimal(states: Iterable[_State]) -> list[_State]:
     """The Pareto-optimal states in FLOPs, level and moved bytes."""
     kept: list[_State] = []
-    stairs: list[tuple[int, int]] = []  # (level, moved) of kept states: one rises, the other falls
+    stairs: list[tuple[int, int]] = []  # (level, moved), kept: levels rise, moved bytes fall
     for state in sorted(states):
-        place = bisect_left(stairs, (state.level + 1,))  # those before have no higher level
+        place = bisect_left(stairs, (state.level + 1,))  # earlier entries have no higher level
         if place and stairs[place - 1][1] <= state.moved:
             continue
         kept.append(state)

@@ -1,4 +1,4 @@
-"""The conditions of a forward that runs again: random state, autocast, function modes.
+"""The conditions of a forward to rerun: random state, autocast, function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws
@@ -24,12 +24,12 @@ States = list[tuple[torch.Generator, torch.Tensor]]
 
 
 def states_of(generators: Iterable[torch.Generator]) -> States:
-    """The states of `generators`, each beside its generator."""
+    """Each generator, paired with its state."""
     return [(generator, generator.get_state()) for generator in generators]
 
 
 def used(states: States) -> States:
-    """The `states` of generators that have drawn since."""
+    """The `states` of generators that have drawn random numbers since."""
     return [
         (generator, state)
         for generator, state in states
@@ -38,14 +38,14 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
-    """Sets the generators back to `states`."""
+    """Resets the generators to `states`."""
     for generator, state in states:
         generator.set_state(state)
 
 
 class Conditions:
-    """The current conditions, for a function of `tensors`. Function modes (torch.device, labkit's
-    autocast) are entered again, as they are or by their `entered_again`."""
+    """Records the current conditions for a function of `tensors`. Function modes (torch.device,
+    labkit's autocast) are reentered: the mode itself, or a new one from its `entered_again`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
@@ -61,7 +61,7 @@ class Conditions:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the recorded conditions hold; afterwards, the current ones."""
+        """Apply the recorded conditions inside the block; restore the current conditions after."""
         with ExitStack() as stack:
             stack.callback(restore, states_of(generator for generator, _ in self.states))
             restore(self.states)
@@ -75,7 +75,7 @@ class Conditions:
 
 
 def _raw_bytes(state: torch.Tensor) -> bytes:
-    """The bytes of a state, read past torch: modes do not see it, and it works in a dry run."""
+    """The bytes of a state, read without torch: invisible to modes, and valid in a dry run."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 

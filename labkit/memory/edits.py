@@ -1,14 +1,14 @@
-"""Recompute or offload a function, or parts of a model, from outside.
+"""Recompute or offload a function or parts of a model, without changing the model's code.
 
     recompute(fn, x)                              a function, from its inputs
     Recompute(model)                              each block, from its input         2sbh per layer
-    Recompute(model, what="selective")            the core of attention, from q k v   34sbh
+    Recompute(model, what="selective")            the attention core, from q k v       34sbh
     Recompute(model, what=keep_products)          each block, except its matmuls
     Recompute(model, blocks=model.blocks[:4])     some of the blocks
     Choices(model, ("none", "full", "offload"))   one choice for each block
 
-Only `forward` of these modules changes, not the model's names, parameters, hooks or checkpoints. So
-it works with any strategy, before or after it wraps the model.
+Only the modules' `forward` changes, not the model's names, parameters, hooks or checkpoints, so any
+strategy works, whether it wraps the model before or after the edit.
 
 Source: Korthikanti et al., arXiv 2205.05198, section 5.
 """
@@ -36,26 +36,26 @@ def recompute(
     check: Check = "shapes",
     **kwargs: Any,
 ) -> Result:
-    """`fn(*args, **kwargs)`, keeping only the inputs for backward, which runs `fn` again.
+    """Call `fn(*args, **kwargs)`, keeping only its inputs for backward, which reruns `fn`.
 
     Args:
-        fn: a function or module. It must do the same both times and not change its inputs in place.
+        fn: a function or module. Both runs must compute the same, and not change inputs in place.
             Side effects happen twice: BatchNorm counts a batch twice.
-        policy: `policy(op) -> bool`: True keeps the results of an op, too.
+        policy: `policy(op) -> bool`: True keeps that op's results, too.
         preserve_rng: restore torch's own generators, so that dropout draws the same masks.
         check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
             "values" also their elements, which takes time; "none" nothing.
 
-    Gradients are unchanged, bit for bit if the same kernels run. Works nested, and for several
-    backwards. Raises ValueError if `fn` changes an input or behaves differently in
-    backward; RuntimeError if a parameter that backward needs (so not a bias) has changed since
-    forward."""
+    Gradients are unchanged, bit for bit if the same kernels run. Calls may nest, and
+    backward may run several times. Raises ValueError if `fn` changes an input or behaves
+    differently in backward; RuntimeError if a parameter that backward needs (so not a bias) has
+    changed since forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
 
 class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
-    """Replaces `forward`s; `remove()`, or leaving the context, restores them."""
+    """Replaces `forward` methods; `remove()`, or leaving the context, restores them."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
@@ -79,13 +79,13 @@ class Recompute(_ForwardEdits):
     """Edits `model` so that backward recomputes parts of its forward.
 
     Args:
-        what: "full": whole blocks; "selective": the module `core` of each block; a policy: whole
-            blocks, except ops for which `policy(op)` is True (policies.py).
+        what: "full": whole blocks; "selective": each block's module `core`; a policy: whole blocks,
+            except ops for which `policy(op)` is True (policies.py).
         blocks: the blocks to edit; by default the entries of the outermost ModuleLists.
-        core: the path from a block to its core of attention.
+        core: the path from a block to its attention core.
         preserve_rng, check: as for `recompute`.
 
-    Raises ValueError if there are no blocks or no core, or one is already edited."""
+    Raises ValueError if a block or core is missing or already edited."""
 
     def __init__(
         self,
@@ -115,16 +115,16 @@ class Recompute(_ForwardEdits):
 
 
 class Choices(_ForwardEdits):
-    """Edits `model`: block i does `chosen[i]`, one of CHOICES. `remove()` undoes it.
+    """Edits `model` so that block i follows `chosen[i]`, one of CHOICES. `remove()` undoes it.
 
         none         keeps its activations                      34 + 5as/h of sbh
-        selective    recomputes the core of attention           34
+        selective    recomputes the attention core              34
         full         recomputes the block from its input         2
-        offload      moves them to the host's memory and back    0, and those in flight
+        offload      moves activations to host memory and back   0, plus those in flight
 
-    `chosen`: one per block, or one for all; `blocks`, `core`: as for `Recompute`; `offload`: from
-    `offload_activations(model)`. Raises ValueError for an unknown name, a wrong count, or
-    "offload" without `offload`."""
+    `chosen`: one choice per block, or one for all blocks; `blocks`, `core`: as for `Recompute`;
+    `offload`: from `offload_activations(model)`. Raises ValueError for an unknown name, a wrong
+    count, or "offload" without `offload`."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@
     q tile 1    [S₁₀] [S₁₁]                             causal: tiles in the future are skipped
     q tile 2    [S₂₀] [S₂₁] [S₂₂]
 
-Each row keeps a running maximum m, sum ℓ and result o; a tile S with a larger maximum rescales:
+Each row keeps a running maximum m, sum ℓ and result o, rescaled when a tile S raises the maximum:
 
     m' = max(m, rowmax S)     P = exp(S - m')     c = exp(m - m')
     ℓ' = c ℓ + rowsum P       o' = c o + P v      at the end  out = o / ℓ,  L = m + log ℓ
@@ -14,14 +14,14 @@ Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D =
 
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
-    kept        q, k, v, out, and L: 4 bytes per row. Linear in s; the scores would be s².
-    FLOPs       those of plain attention, and q kᵀ once more in backward
+    kept        q, k, v, out, and L at 4 bytes per row: linear in s; scores would grow as s²
+    FLOPs       as for plain attention, plus q kᵀ once more in backward
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
 section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
 
-Legend: b rows, h heads, g key-value heads, s queries, t keys, e head width; in a tile: r = its
-queries of h/g heads, c = its keys.
+Legend: b rows, h heads, g key-value heads, s queries, t keys, e head width; per tile: r queries (of
+h/g heads), c keys.
 """
 
 import math
@@ -36,7 +36,7 @@ from torch.autograd.function import once_differentiable
 
 
 class FlashAttention(nn.Module):
-    """A core of attention for labkit.GPT: `block.attn.core = FlashAttention()`."""
+    """An attention core for labkit.GPT: `block.attn.core = FlashAttention()`."""
 
     def __init__(self, causal: bool = True, tile: int = 64) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
     """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
     `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
-    and rounded at the end, also inside autocast. `causal`: query i sees the keys 0 to i. `tile`:
+    and rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
     queries and keys per tile; working memory grows with its square.
 
     Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
@@ -102,7 +102,7 @@ def flash_forward(
         result = torch.zeros_like(q_tile)  # o [b, g, r, e]
         for columns in _tiles(k.shape[2], tile):
             if causal and columns.start >= rows.stop:
-                break  # the other tiles are in the future
+                break  # later tiles are in the future
             scores = _scores(q_tile, k, rows, columns, causal)  # [b, g, r, c]
             higher = torch.maximum(highest, scores.amax(-1, keepdim=True))
             weights = torch.exp(scores - higher)
@@ -110,7 +110,7 @@ def flash_forward(
             total = rescale * total + weights.sum(-1, keepdim=True)
             result = rescale * result + weights @ v[:, :, columns].to(wide)
             highest = higher
-        out[:, :, rows] = _unfolded(result / total.clamp(min=1), q.shape[1])  # 0: no keys
+        out[:, :, rows] = _unfolded(result / total.clamp(min=1), q.shape[1])  # total 0: no keys
         logsum[:, :, rows] = _unfolded(highest + total.log(), q.shape[1]).squeeze(-1)
     return out, logsum
 
@@ -123,7 +123,7 @@ def flash_backward(
     """FlashAttention-2, Algorithm 2: dq, dk, dv, in the dtypes of q, k and v."""
     groups, wide, scale = k.shape[1], logsum.dtype, 1 / math.sqrt(q.shape[3])
     delta = (dout.to(wide) * out.to(wide)).sum(-1, keepdim=True)  # D [b, h, s, 1]
-    dq = torch.zeros_like(q, dtype=wide)  # grows with each tile of keys
+    dq = torch.zeros_like(q, dtype=wide)  # accumulates over the key tiles
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     for columns in _tiles(k.shape[2], tile):
         k_tile, v_tile = k[:, :, columns].to(wide), v[:, :, columns].to(wide)  # [b, g, c, e]
@@ -160,7 +160,7 @@ def _unfolded(x: Tensor, heads: int) -> Tensor:
 
 def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool) -> Tensor:
     scores = q_tile @ k[:, :, columns].to(q_tile.dtype).transpose(2, 3)  # [b, g, r, c]
-    if not causal or columns.stop <= rows.start + 1:  # nothing is in the future
+    if not causal or columns.stop <= rows.start + 1:  # no key is in the future
         return scores
     queries = torch.arange(rows.start, rows.stop, device=k.device)
     keys = torch.arange(columns.start, columns.stop, device=k.device)
@@ -169,9 +169,9 @@ def _scores(q_tile: Tensor, k: Tensor, rows: slice, columns: slice, causal: bool
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
-    """Raises ValueError for shapes or dtypes that attention cannot take."""
+    """Raises ValueError for shapes or dtypes that attention does not support."""
     if tile < 1:
-        raise ValueError(f"tile={tile}: a tile has 1 or more queries and keys")
+        raise ValueError(f"tile={tile}: choose at least 1 query and key per tile")
     if not (q.ndim == k.ndim == 4) or k.shape != v.shape or q.shape[::3] != k.shape[::3]:
         raise ValueError(
             f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not "
@@ -180,7 +180,7 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"attention: {q.shape[1]} heads do not divide over {k.shape[1]} key-value heads"
+            f"attention: {q.shape[1]} heads are not divisible by {k.shape[1]} key-value heads"
         )
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""A model with its weights in CPU memory: three ways to compute with them on a device.
+"""Three ways to run a model on a device while its weights are in CPU memory.
 
     load, then run    bus      | L0 | L1 | L2 |                       sum of L + sum of C
                       compute                 | C0 | C1 | C2 |        holds the whole model
@@ -9,8 +9,8 @@
     in place          bus      | R0 | R1 | R2 |                       n max(R, C)
                       compute  | C0 | C1 | C2 |                       holds none
 
-L loads a block, C computes it, R reads its weights over the bus as a kernel computes. Pipelined,
-the blocks share `ahead` + 1 buffers: block k + ahead replaces block k - 1 once that has computed.
+L loads a block, C computes it, R reads its weights over the bus as a kernel computes. Pipelined
+blocks share `ahead` + 1 buffers: block k + ahead replaces block k - 1 after that block's compute.
 
 Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
 from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
@@ -29,8 +29,8 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 
 class Waiting:
-    """Blocks, each block(x) -> x, with weights in CPU memory that are used over `bus`: by default
-    the GPU's, or else this machine's memory, unpaced. Each block's weights are packed into a flat
+    """Blocks, each block(x) -> x, with weights in CPU memory that are read over `bus`: by default
+    the GPU's bus, or without a GPU an unpaced `Bus`. Each block's weights are packed into a flat
     buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
@@ -42,8 +42,8 @@ class Waiting:
             for x in block.parameters():
                 if seen.setdefault(id(x), k) != k:
                     raise ValueError(
-                        f"blocks {seen[id(x)]} and {k} share a weight; each block is packed by "
-                        "itself: make them one block, or untie them"
+                        f"blocks {seen[id(x)]} and {k} share a weight; blocks are packed "
+                        "separately: merge these two, or untie the weight"
                     )
         self.packed = [Packed(block, pin=bus.device.type == "cuda") for block in self.blocks]
 
@@ -57,7 +57,7 @@ class Waiting:
 
 @dataclass
 class Run:
-    """Result, memory and events of a run. `held_bytes`: the weight buffers on the device."""
+    """Result, memory and events of a run. `held_bytes`: weight buffers on the device."""
 
     value: Tensor
     held_bytes: int
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        """For plot.timeline: the bus below the compute, with the waits between them."""
+        """A trace for plot.timeline: the bus below the compute, with the waits between."""
         events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
         began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
@@ -79,7 +79,7 @@ class Run:
 
 @torch.no_grad()
 def load_then_run(waiting: Waiting, x: Tensor) -> Run:
-    """Loads all weights, then computes block after block."""
+    """Load all weights, then compute block after block."""
     runner = _Runner(waiting, len(waiting))
     for k in range(len(waiting)):
         runner.load(k)
@@ -108,8 +108,8 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
-    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, and
-    `moved_bytes` is 0; on a paced bus a block also takes the time to read its bytes once."""
+    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, with
+    `moved_bytes` 0; on a paced bus, each block also waits while its bytes are read once."""
     runner = _Runner(waiting, buffers=0)
     for k in range(len(waiting)):
         x = runner.compute(k, x)
@@ -124,9 +124,9 @@ class _Runner:
         self.moved_bytes = self.bus.moved_bytes
         self.arrivals: list[Arrival] = []
         self.computed: list[Span] = []
-        # Whole model: one buffer per block. Pipelined: each as large as the largest block.
+        # Whole model: one buffer per block. Pipelined: buffers as large as the largest block.
         sizes = waiting.nbytes if buffers == len(waiting) else [max(waiting.nbytes)] * buffers
-        with torch.inference_mode(False):  # the bus writes to them elsewhere
+        with torch.inference_mode(False):  # the bus's thread writes to the buffers
             self.buffers = [
                 torch.empty(size, dtype=torch.uint8, device=self.bus.device) for size in sizes
             ]
@@ -170,12 +170,12 @@ class _Runner:
 
 class Packed:
     """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all;
-    they become views of `flat`. `pin`: page-lock it. Raises ValueError for non-CPU tensors.
+    each becomes a view of `flat`. `pin`: page-lock `flat`. Raises ValueError for non-CPU tensors.
 
-        flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each from a multiple of 64 B
+        flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each at a multiple of 64 B
     """
 
-    @torch.inference_mode(False)  # the modules stay usable outside
+    @torch.inference_mode(False)  # the modules stay usable outside inference mode
     def __init__(self, block: nn.Module, pin: bool = False):
         tensors: dict[str, Tensor] = dict(block.named_parameters())
         tensors.update(block.named_buffers())
@@ -193,14 +193,14 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `flat`: this buffer, or a copy that may be longer."""
+        """The tensors by name, as views of `flat`: `self.flat`, or a copy that may be longer."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
 
 def on_device(flat: Tensor, device: torch.device) -> Tensor:
-    """Bytes of CPU memory as kernels of `device` see them, without a copy. On a GPU `flat` must be
-    pinned, so that it has an address there (CUDA C++ Programming Guide, "Mapped Memory")."""
+    """View CPU memory as kernels of `device` see it, without a copy. On a GPU, `flat` must be
+    pinned, which maps it to a device address (CUDA C++ Programming Guide, "Mapped Memory")."""
     if device.type == "cpu":
         return flat
     if not flat.is_pinned():
@@ -211,7 +211,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Mapped:
-    """Gives torch an address by the "CUDA Array Interface", version 2, and keeps it alive."""
+    """Passes torch an address by the "CUDA Array Interface", version 2; keeps the memory alive."""
 
     def __init__(self, flat: Tensor):
         self.flat = flat

@@ -4,9 +4,9 @@
     backward                                              | block 1 | block 0 | after
     marks              f0        f1        f2             b1        b0        a
 
-A block's level is the memory held when its forward begins, without its input, which the block's own
-choice keeps or not, and without bytes in flight to the host. Its need is the peak of its forward or
-backward above the level, whatever earlier blocks chose. So one step per choice suffices.
+A block's level is the memory held when its forward begins, without bytes in flight to the host and
+without its input, which its choice keeps or drops. Its need is the peak of its own forward or
+backward above that level, independent of earlier blocks' choices, so one step per choice suffices.
 """
 
 import weakref
@@ -36,17 +36,17 @@ def measure(
     held_bytes: int | None = None,
     choices: Sequence[str] = CHOICES,
 ) -> Costs:
-    """Run `step().backward()` once for each choice, and return its costs for each block.
+    """Run `step().backward()` once per choice, and return the costs per block.
 
     Args:
-        step: forward and loss, a scalar; it calls the blocks in their order, each once.
+        step: computes a scalar loss; must call each block exactly once, in order.
         blocks, core, offload: as for `Choices`; without `offload`, that choice is skipped.
-        held_bytes: memory before a step; by default that of all live tensors on the model's device,
+        held_bytes: memory before a step; by default, all live tensors on the model's device,
             including the state of an optimizer that has stepped.
         choices: the choices to try; "none" must be among them.
 
-    Restores gradients and random state, but not forward's counters (BatchNorm). Raises ValueError
-    if a block is not called once and in order, or listed twice, or there are gradients already."""
+    Clears gradients and restores random state, but not counters of forward (BatchNorm). Raises
+    ValueError for blocks listed twice or not called once, in order, or if gradients exist."""
     all_blocks = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: include "none", the baseline of the others')
@@ -112,9 +112,9 @@ def choose_activations(
     """Keep, recompute or offload each block's activations, so that forward and backward (not the
     optimizer step) hold at most `budget_bytes`, with the least recomputation. `offload`,
     `most_moved_bytes`: an `offload_activations(model)`, and how many bytes the bus can carry during
-    a forward; without them nothing is offloaded. The other arguments are those of `measure`.
+    a forward; both are needed to offload blocks. Other arguments: as for `measure`.
 
-    Raises ValueError if nothing fits, and names the smallest possible budget.
+    Raises ValueError if no plan fits, naming the smallest possible budget.
 
     >>> chosen = choose_activations(model, lambda: loss(model(x), batch), budget_bytes=10**9)
     >>> print(chosen.plan)
@@ -133,7 +133,7 @@ class _Interval:
 
 
 class _Marks(PeakMemory):
-    """Counts memory, FLOPs and moved bytes between marks; old storages count once they are used."""
+    """Counts memory, FLOPs and moved bytes between marks; `old` storages count from first use."""
 
     def __init__(
         self, old: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
@@ -141,7 +141,7 @@ class _Marks(PeakMemory):
         super().__init__()
         self.intervals: dict[str, _Interval] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; before it
+        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; before that mark
         self._old, self._offload = old, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,16 +1,16 @@
 """Offload: activations move to host memory after forward, and return before backward.
 
-    forward    | block 0 | block 1 | block 2 | ...      device: tensors in flight, and the rest
+    forward    | block 0 | block 1 | block 2 | ...      device: tensors in flight or not moved
     bus                  [ out 0 ][ out 1 ][ out 2 ]    host:   all offloaded tensors
     backward        ... | block 2 | block 1 | block 0
     bus             [ back 2 ][ back 1 ][ back 0 ]      last out, first back
 
-    device memory   2·in_flight tensors at most, instead of all
+    device memory   at most 2·in_flight offloaded tensors, instead of all
     transfers       each saved byte once out and once back, hidden while compute takes longer
 
 Autograd calls a hook for each tensor that it saves, and keeps what the hook returns (here a
 ticket); before use, another hook must return the tensor. Parameters and small tensors stay; memory
-that several ops save (the input of q, of k, of v) moves once.
+saved by several ops (the shared input of q, k and v) moves once.
 
 Source: torch, "Hooks for autograd saved tensors"; for checkpoints, Rajbhandari et al., "ZeRO",
 arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, section 3.
@@ -39,40 +39,40 @@ def offload_activations(
     host_bytes: int = 2**28,
     bus: Bus | StreamBus | None = None,
 ) -> "Offload":
-    """A context that moves what autograd saves inside it to host memory; may be entered repeatedly.
+    """A reusable context that moves tensors saved by autograd to host memory.
 
     Args:
-        model: its parameters stay; its device holds the activations.
-        link: on a CPU, the speed of the simulated bus; None: that of memory.
+        model: its parameters stay; only tensors on its device move.
+        link: on a CPU, the speed of the simulated bus; None: memory speed.
         smallest_bytes: smaller tensors stay.
-        in_flight: the most tensors in flight in each direction: forward waits, to bound memory.
-        host_bytes: size of the host's block, allocated once; tensors that do not fit stay.
+        in_flight: the most tensors in flight per direction; forward waits, to bound memory.
+        host_bytes: size of the host block, allocated once; tensors that do not fit stay.
         bus: replaces the device's own bus.
 
     >>> with (offload := offload_activations(model)):
     ...     value = loss(model(x))
-    >>> value.backward()  # gradients as without it
+    >>> value.backward()  # gradients as without offload
 
     Raises ValueError for invalid arguments; in backward, RuntimeError if a saved tensor was changed
-    in place while it left or stayed."""
+    in place while in flight or on the device."""
     return Offload(model, link, smallest_bytes, in_flight, host_bytes, bus)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Replaces a saved tensor: its storage and its view."""
+    """Replaces a saved tensor, and describes its storage and view."""
 
     moved: "HostCopy"
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    conj: bool  # lazy bits of complex views, which share the memory of x
+    conj: bool  # lazy bits of complex views, which share memory
     neg: bool
 
 
 class Offload:
-    """See `offload_activations`. `moved_bytes` have left so far, `no_room_bytes` had to stay."""
+    """See `offload_activations`. `moved_bytes`: offloaded; `no_room_bytes`: no room on the host."""
 
     def __init__(
         self, model: nn.Module, link: Link | None, smallest_bytes: int, in_flight: int,
@@ -137,7 +137,7 @@ class Offload:
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "HostCopy | None":
-        """The transfer of the storage, which another tensor that shares it may have begun."""
+        """The transfer of the storage, perhaps begun for another tensor that shares it."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
@@ -178,7 +178,7 @@ class Offload:
 
 
 class HostCopy:
-    """One offloaded storage, until its last ticket is dropped with the graph.
+    """One offloaded storage; lives until its last ticket is dropped with the graph.
 
     here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
     """
@@ -188,14 +188,14 @@ class HostCopy:
         buffer: ConstantBuffer,
     ):  # fmt: skip
         self.number, self.version = number, x._version
-        self.tickets = 0  # tensors that share it
-        self._used = 0  # how many of these backward has used
+        self.tickets = 0  # saved tensors that share this storage
+        self._used = 0  # tickets that backward has used
         self._seen: torch.Tensor | None = x.detach()  # detects in-place changes
         self._changed = False
         self._host, self._bus, self._buffer = host, bus, buffer  # `host`: a slice of `buffer`
         self._device = x.device
         empty = torch.empty(0, dtype=torch.uint8, device=x.device)
-        self._here: torch.Tensor | None = empty.set_(x.untyped_storage())  # its bytes, flat
+        self._here: torch.Tensor | None = empty.set_(x.untyped_storage())  # flat bytes
         self._trip: Arrival = bus.copy(host, self._here)
 
     @property
@@ -218,7 +218,7 @@ class HostCopy:
             self._trip = self._bus.copy(self._here, self._host)
 
     def use(self) -> torch.Tensor:
-        """The bytes, on the device; dropped after the last tensor that needs them."""
+        """Return the bytes on the device, and drop them after the last ticket's use."""
         flat = self._here
         assert flat is not None, "fetched before it is used"
         if self._seen is None:
@@ -226,7 +226,7 @@ class HostCopy:
         if self._changed or (self._seen is not None and self._seen._version != self.version):
             raise _changed()
         self._used += 1
-        if self._used == self.tickets:  # another backward fetches it again
+        if self._used == self.tickets:  # another backward fetches the bytes again
             self._used = 0
             if self._seen is None:
                 self._here = None

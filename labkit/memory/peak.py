@@ -13,10 +13,10 @@ from labkit.memory.conditions import tensors_in
 
 
 class PeakMemory(DispatchMode):
-    """Counts the tensors made inside the `with` block, on any device and in backward, too.
+    """Counts the tensors created inside the `with` block, on any device, including in backward.
 
-    `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, tensors made before and
-    tensors offloaded to the host do not count. Resized storages count from the next op on."""
+    `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, earlier tensors and
+    tensors offloaded to the host do not count. A resized storage counts from the next op on."""
 
     def __init__(self) -> None:
         super().__init__()

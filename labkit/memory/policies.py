@@ -1,13 +1,13 @@
 """Recompute by policy: which ops keep their results, and which run again.
 
-    forward    op 1   op 2   op 3   op 4       a mode sees each operation below autograd
+    forward    op 1   op 2   op 3   op 4       a mode intercepts each op below autograd
     policy     again  keep   again  again
     kept              [op 2]
-    backward   op 1   served op 3   op 4       op 2 is not run: its kept result is returned
+    backward   op 1   served op 3   op 4       op 2 is not rerun: its kept result is returned
 
-`policy(op) -> bool` is called once for each op of forward; True keeps its result, as for matmuls
-(`keep_products`). It is not called for views and other ops that return an input's memory; for
-casts, which autocast may have made before; or for ops that write to inputs, which always rerun.
+`policy(op) -> bool` is called once per op of forward; True keeps the op's result, as for matmuls
+(`keep_products`). Views and other ops that return an input's memory, casts (which autocast may have
+cached) and ops that write to inputs always rerun, without a call of `policy`.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.
@@ -45,15 +45,15 @@ def keep_products(op: OpOverload) -> bool:
 
 @dataclass
 class _Result:
-    """A kept result, detached: with its graph it would keep itself alive."""
+    """A kept result, detached: its graph would refer back to the result, a cycle."""
 
     value: Any
-    random: States  # after the op, of the generators it has drawn from
+    random: States  # after the op, of the generators it drew from
     seen: list[tuple[torch.Tensor, int]]  # tensors whose versions count writes to its memory
 
 
 class Kept:
-    """The results of the ops that `policy` keeps: stored in forward, served when it runs again."""
+    """Results of the ops that `policy` keeps: stored in forward, returned in the rerun."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
@@ -79,7 +79,7 @@ class Kept:
             if kept is None:
                 return op(*args, **kwargs)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self.results[op][call] = None  # no other backward follows: free it after use
+                self.results[op][call] = None  # no other backward follows: free the result
             return self._value(op, kept)
 
         return _Mode(serve)
@@ -91,7 +91,7 @@ class Kept:
         value = tree_map_only(torch.Tensor, _same_version, out)
         seen = [(x, x._version) for x in tensors_in(value)]
         kept = None
-        # Memory of an input: a view with its own version counter.
+        # The result shares an input's memory, but not its version counter.
         if shared := _storage_ids(out) & _storage_ids((args, kwargs)):
             for maker, call in (self._kept_in[memory] for memory in shared & self._kept_in.keys()):
                 if (maker_result := self.results[maker][call]) is not None:
@@ -104,7 +104,7 @@ class Kept:
         return out
 
     def _written(self, x: torch.Tensor) -> None:
-        """An op writes to `x`: drop the kept results in its memory."""
+        """An op writes to `x`: drop the kept results that share its memory."""
         for memory in _storage_ids(x) & self._kept_in.keys():
             op, call = self._kept_in.pop(memory)
             self.results[op][call] = None

@@ -1,13 +1,13 @@
-"""Recompute: keep the inputs of a function, and run it again when backward needs the rest.
+"""Recompute: keep a function's inputs, and rerun the function when backward needs the rest.
 
-    forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves a tensor: it gets an empty slot
+    forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves an empty slot for each tensor
     kept       x       ▫    ▫    ▫
-    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot that is used runs f again, and
-                       ▪    ▪    ▪                 the n-th tensor saved goes to the n-th slot
+    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot used reruns f, and the n-th
+                       ▪    ▪    ▪                 tensor saved fills the n-th slot
                        gradients, from right to left
 
-    kept bytes    those of the inputs: 2sbh for a layer, not sbh(34 + 5as/h)
-    time          one more forward: 4/3 of a step if backward takes twice a forward
+    kept bytes    only the inputs: 2sbh per layer, not sbh(34 + 5as/h)
+    time          one more forward: 4/3 of a step if backward takes twice as long as forward
 
 Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; bytes:
 Korthikanti et al., arXiv 2205.05198, section 5; slots: torch.utils.checkpoint, use_reentrant=False.
@@ -28,10 +28,10 @@ Check = Literal["shapes", "values", "none"]
 
 
 class Recomputed:
-    """`recompute` as a callable. `kept()` makes an object that keeps some results of a call: its
-    `keeping()` wraps forward, its `serving()` the rerun."""
+    """`recompute` as a callable. `kept()` creates an object that keeps some results of a
+    call: its `keeping()` wraps forward, and its `serving()` wraps the rerun."""
 
-    runs_again_in_backward = True  # context_parallel reads it
+    runs_again_in_backward = True  # read by context_parallel
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class _Slot:
 
 
 class _Enough(BaseException):
-    """All slots are filled. (No `except Exception` of a user catches it.)"""
+    """All slots are filled. (The user's `except Exception` does not catch a BaseException.)"""
 
 
 class _Call:
-    """One call of a function, which can run again. It lives as long as one of its slots."""
+    """One call of a function, which can be rerun. Lives as long as any of its slots."""
 
     def __init__(self, recomputed: Recomputed, inputs: "_Inputs", conditions: Conditions):
         self.fn, self.check = recomputed.fn, recomputed.check
@@ -89,9 +89,9 @@ class _Call:
         return slot
 
     def wanted(self, slot: _Slot) -> torch.Tensor:
-        if slot.tensor is None:  # the first of this backward
+        if slot.tensor is None:  # the first slot used in this backward
             self.run_again()
-        x, slot.tensor = slot.tensor, None  # the next backward runs it again
+        x, slot.tensor = slot.tensor, None  # the next backward reruns the function
         assert x is not None
         return x
 
@@ -102,7 +102,7 @@ class _Call:
             slot = self._next_slot(len(filled), x)
             filled.append((slot, x._version))
             x = x.detach()  # else the graph of this run would keep itself alive
-            if slot is not None:  # None: backward has released it
+            if slot is not None:  # None: backward has released the slot
                 slot.tensor = x
             if len(filled) == len(self.saved) and self.check != "values":
                 raise _Enough
@@ -118,25 +118,23 @@ class _Call:
         ):
             self.fn(*args, **kwargs)
         if len(filled) < len(self.saved):
-            raise _differs(
-                f"{len(filled)} tensors were saved for backward, and {len(self.saved)} in forward"
-            )
+            raise _differs(f"the rerun saved {len(filled)} tensors, and forward {len(self.saved)}")
         for slot, version in filled:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
-                    "recompute: the function changed a tensor in place that backward needs, "
-                    f"{_text(_traits(slot.tensor, 'shapes'))}; write the change without `_`, "
-                    "`out=` or `[...]=`, or make it on a copy, `x = x.clone()`"
+                    "recompute: the function changed in place a tensor that backward needs, "
+                    f"{_text(_traits(slot.tensor, 'shapes'))}; avoid `_`, `out=` "
+                    "and `[...]=`, or change a copy, `x = x.clone()`"
                 )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
         if place == len(self.saved):
-            raise _differs(f"more than the {place} tensors of forward were saved")
+            raise _differs(f"the rerun saved more tensors than forward, which saved {place}")
         slot, before = self.saved[place]
         if (now := _traits(x, self.check)) != before:
             raise _differs(
-                f"the tensor saved as number {place + 1} of {len(self.saved)} is {_text(now)}, "
-                f"and was {_text(before)} in forward"
+                f"saved tensor {place + 1} of {len(self.saved)} is {_text(now)}, but was "
+                f"{_text(before)} in forward"
             )
         leaf, (then, version) = _leaf_of(x), self.versions.get(place, (lambda: None, 0))
         if leaf is not None and leaf is then() and leaf._version != version:
@@ -149,8 +147,8 @@ class _Call:
 
 
 class _Inputs:
-    """The kept arguments, saved by an autograd node: outer hooks see them, and it detects
-    changes."""
+    """The kept arguments, saved by an autograd node, which exposes them to outer hooks and
+    detects changes."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -168,7 +166,7 @@ class _Inputs:
         try:
             tensors = self._node.saved_tensors if self._places else ()
         except RuntimeError as error:
-            error.add_note("(It is an input of recompute, which runs the function again from it.)")
+            error.add_note("(recompute needs this input to rerun the function.)")
             raise
         for i, x in zip(self._places, tensors, strict=True):
             leaves[i] = x
@@ -179,8 +177,8 @@ class _Inputs:
             if x._version != version:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
-                    f"{_text(_traits(x, 'shapes'))}, in place, so it cannot be run again from it; "
-                    "let it write to a copy, `x = x.clone()`, or without `_`, `out=` and `[...]=`"
+                    f"{_text(_traits(x, 'shapes'))}, in place, so backward cannot rerun it; avoid "
+                    "`_`, `out=` and `[...]=`, or change a copy, `x = x.clone()`"
                 )
 
 
@@ -208,21 +206,21 @@ def _fingerprint(x: torch.Tensor) -> float:
 
 
 def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that `x` is, or is a view of."""
+    """The parameter that `x` is or views, if any."""
     root = x if x._base is None else x._base
     return root if root.is_leaf and root.requires_grad else None
 
 
 def _text(traits: Any) -> str:
     shape, dtype, device, *fingerprint = traits
-    values = f" with other values (fingerprint {fingerprint[0]:.6g})" if fingerprint else ""
+    values = f" with fingerprint {fingerprint[0]:.6g}" if fingerprint else ""
     return f"{list(shape)} {str(dtype).removeprefix('torch.')} on {device}{values}"
 
 
 def _differs(what: str) -> ValueError:
     return ValueError(
-        f"recompute: the function behaved differently when backward ran it again: {what}. Its "
-        "gradients would be wrong. Let it depend on its arguments and parameters only: not on a "
-        "counter, the time, train or eval switched in between, or draws of NumPy's, Python's or a "
-        "torch.Generator of your own"
+        f"recompute: the function behaved differently when backward reran it: {what}. The "
+        "gradients would be wrong. Let it depend only on its arguments and parameters, not on a "
+        "counter, the time, a switch between train and eval, or random numbers from NumPy, "
+        "Python or your own torch.Generator"
     )

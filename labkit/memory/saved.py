@@ -1,9 +1,9 @@
 """The tensors that forward saves for backward, as autograd reports them.
 
-Autograd passes each tensor that it saves to a hook: it belongs to the module then running.
+Autograd passes each saved tensor to a hook, which credits the module then running.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
-             └─> k(·)    saves the same memory once more      nothing new
+             └─> k(·)    saves the same memory again          not counted
 
 Parameters, buffers and sparse tensors are excluded. Source: torch, "Hooks for autograd saved
 tensors".
@@ -20,16 +20,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that backward needs, and the module and tensor that saved it first."""
+    """Memory that backward needs, and the first module and tensor that saved this memory."""
 
-    module: str  # path of the innermost module, "attn.q"; "" is the outermost
+    module: str  # path of the innermost module, "attn.q"; "": the outermost
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int  # of the whole storage
 
 
 def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
-    """Call `module(*args, **kwargs)` and list what it saves, in order.
+    """Call `module(*args, **kwargs)` and list the tensors it saves, in order.
 
     >>> sum(saved.nbytes for saved in saved_by(block, x))
     """
@@ -56,7 +56,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
             stack.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
             stack.callback(part.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(save, lambda x: x))
-        output = module(*args, **kwargs)  # holds the graph, and all that is saved
+        output = module(*args, **kwargs)  # keeps the graph and saved tensors alive
     del output
     return saved
 

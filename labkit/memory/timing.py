@@ -1,8 +1,8 @@
-"""Ways to move a tensor, timed side by side, and the resulting rates of memories and buses.
+"""Times ways to move a tensor in alternating order, and derives memory and bus rates.
 
-turn 1   way a, way b, way c          each turn starts with another way: a machine that slows
-turn 2   way b, way c, way a          down slows all of them; the result is the median over
-turn 3   way c, way a, way b          the turns
+turn 1   way a, way b, way c          each turn starts with a different way, so a slowdown
+turn 2   way b, way c, way a          of the machine affects every way; the result is the
+turn 3   way c, way a, way b          median over the turns
 """
 
 import time
@@ -19,7 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over the turns; `done_s`: until the data has arrived, `returned_s`: the call."""
+    """Medians over turns: until the data arrives (`done_s`) or the call returns (`returned_s`)."""
 
     way: Transfer
     numel: int
@@ -30,14 +30,14 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time `numel` elements on each way, in turns, after a warm-up; on a GPU between CUDA events.
-    The ways share preallocated buffers. Raises ValueError for a paced way without a bus."""
+    """Time each transfer of `numel` elements, in turns, after a warm-up; on GPUs with CUDA events.
+    Transfers share preallocated buffers. Raises ValueError for a paced transfer without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
     seconds: list[list[tuple[float, float]]] = [[] for _ in rigs]
     for turn in range(turns + 1):
         for i in range(len(rigs)):
-            place = (i + turn) % len(rigs)  # each turn starts with another way
+            place = (i + turn) % len(rigs)  # each turn starts with a different way
             seconds[place].append(rigs[place].timed())
     return [
         Measured(way, numel, *map(median, zip(*times[1:]))) for way, times in zip(chosen, seconds)
@@ -45,8 +45,8 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """Rates from ways of one part (a copy or cast in place, pinned memory to a device), the fastest
-    of similar ones. `paced_gbps`: rate of a paced bus, in gigabits per second."""
+    """Rates from transfers of one part (a copy or cast in place, pinned memory to a device); the
+    fastest transfer sets a rate. `paced_gbps`: rate of a paced bus, in gigabits per second."""
     rates: dict[tuple[str, str], float] = {}
     for x in measured:
         part, *others = x.way.parts(x.numel)
@@ -59,7 +59,7 @@ def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
 
 
 class Buffers:
-    """Tensors [numel] for transfers, each allocated at its first request and then reused."""
+    """Tensors [numel] for transfers, each allocated on first request and then reused."""
 
     def __init__(self, numel: int):
         self.numel = numel
@@ -76,7 +76,7 @@ class Buffers:
 
 
 class Rig:
-    """The buffers of one way to transfer a tensor, allocated once, and the transfer itself."""
+    """One way to transfer a tensor, with its buffers, allocated once."""
 
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
@@ -84,8 +84,8 @@ class Rig:
         self.way, self.bus = way, bus
         sent = way.dtype if way.cast == "after" else way.to
         self.source = buffers("source", way.source, way.dtype, way.pinned)
-        self.packed = buffers("packed", way.source, way.to, way.pinned)  # a cast loses the pin,
-        self.landed = buffers("landed", way.target, sent, way.pinned)  # unless into pinned
+        self.packed = buffers("packed", way.source, way.to, way.pinned)  # .to() would not pin
+        self.landed = buffers("landed", way.target, sent, way.pinned)
         self.out = buffers("out", way.target, way.to)
         self.staging = buffers("staging", "cpu", sent) if PACED in way.ends else None
         gpus = [place for place in way.ends if place.startswith("cuda")]

@@ -1,12 +1,12 @@
-"""Transfers of a tensor between memories: which way is fastest, and why.
+"""Predicts which way to transfer a tensor between memories is fastest.
 
-    fp32 here, fp16 wanted there; 4 and 2 bytes per element; memory is read and written
+    fp32 here, fp16 there: 4 and 2 bytes per element; a cast reads and writes memory
 
     cast before   cast here  (4 + 2) / memory here     then  2 / bus
     cast after               4 / bus                   then  cast there  (4 + 2) / memory there
-    pageable      before the bus, a copy into the driver's pinned buffer  (n + n) / memory
+    pageable      first a copy of n bytes into the driver's pinned buffer  (n + n) / memory
 
-    seconds = sum over the parts of  bytes of the part / bytes per second of its memory or bus
+    seconds = sum over parts of  the part's bytes / bytes per second of its memory or bus
 
 timing.py measures the rate of each memory and bus on `Transfer`s of one part; others are predicted.
 Casting before is best if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
@@ -24,7 +24,7 @@ import torch
 
 from labkit.memory.bus import Bus
 
-PACED = "paced"  # a place: this machine's memory, but reached by a paced `Bus` only
+PACED = "paced"  # a place: this machine's memory, but reachable only over a paced `Bus`
 
 
 class Part(NamedTuple):
@@ -38,11 +38,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfer:
-    """One way to move elements of `dtype` from `source` to `target`, as `to`.
+    """One way to move elements of `dtype` from `source` to `target`, converted to `to`.
 
     source, target  places: "cpu", "cuda:0", or "paced", which needs a `Bus`
-    cast            "before" the copy, at the source; "after" it, at the target; None: no cast, or,
-                    if `dtype` and `to` differ, wherever torch's copy_ casts
+    cast            "before" the copy (at the source), "after" the copy (at the target); None: no
+                    cast or, if `dtype` and `to` differ, wherever torch's copy_ casts
     pinned          CPU memory is page-locked
     non_blocking    the call may return before the data has arrived
 
@@ -82,8 +82,8 @@ class Transfer:
 
     @property
     def casts(self) -> str | None:
-        """Where the cast happens, even if left to torch: if non-blocking on the GPU, else on the
-        CPU; between two GPUs at the source."""
+        """Where the cast happens. torch casts on the GPU if non-blocking, else on the CPU; between
+        two GPUs, at the source."""
         if self.cast or self.dtype == self.to or self.source == self.target:
             return self.cast
         if not self.over_host_bus:
@@ -96,7 +96,7 @@ class Transfer:
         return self.to if self.casts == "before" else self.dtype
 
     def parts(self, numel: int) -> Iterator[Part]:
-        """The parts that `numel` elements go through, in order."""
+        """The parts of a transfer of `numel` elements, in order."""
         cast_bytes = numel * (self.dtype.itemsize + self.to.itemsize)
         sent_bytes = numel * self.sent.itemsize
         if self.casts == "before":
@@ -125,18 +125,18 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Rates:
-    """(what, where) of a `Part` -> bytes per second. "stage" is a CPU "copy"."""
+    """(what, where) of a `Part` -> bytes per second. "stage" uses the rate of a CPU "copy"."""
 
     bytes_per_s: Mapping[tuple[str, str], float]
 
     def seconds(self, part: Part) -> float:
-        """Seconds of a part. Raises ValueError if its rate is unknown."""
+        """Seconds that `part` takes. Raises ValueError if its rate is unknown."""
         what = "copy" if part.what == "stage" else part.what
         where = "cpu" if part.where == PACED else part.where
         if (what, where) not in self.bytes_per_s:
             raise ValueError(
-                f"no rate is known for a {what} in {where}; measure ways(), which have it alone, "
-                "or pass it to Rates"
+                f"no rate is known for a {what} in {where}; measure ways(), which include this "
+                "part alone, or pass its rate to Rates"
             )
         return part.nbytes / self.bytes_per_s[what, where]
 
@@ -145,8 +145,8 @@ class Rates:
 
 
 def ways(bus: Bus | None = None, to: torch.dtype = torch.float16) -> list[Transfer]:
-    """All ways of this machine, from fp32 to fp32 and to `to`: inside CPU memory; over `bus`, if
-    given; with GPUs, to, from and inside the first, and from there to the second."""
+    """All transfers on this machine from fp32 to fp32 and to `to`: inside CPU memory; over `bus`,
+    if given; to, from and inside the first GPU, and from the first GPU to the second."""
     gpus = [f"cuda:{i}" for i in range(min(torch.cuda.device_count(), 2))]
     pairs = [(place, place) for place in ("cpu", *gpus[:1])]
     for place in [PACED] * (bus is not None) + gpus[:1]:

@@ -1,7 +1,7 @@
 """Two attention cores: the same causal softmax(q kᵀ / √e) v, with different memory for backward.
 
-    CausalAttention   one kernel, tile by tile, stores no scores (FlashAttention, arXiv
-                      2205.14135): keeps q, k, v, its result, and 4 bytes per row of scores
+    CausalAttention   one tiled kernel that stores no scores (FlashAttention, arXiv
+                      2205.14135): keeps q, k, v, the result, and 4 bytes per row of scores
     PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, their
                       dropout mask and the result, 5 bytes per score in 2-byte types
 
@@ -21,17 +21,17 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask of one byte per element, as torch's has on a GPU. On a CPU, torch
-    keeps the mask in the input's dtype, and a recorded layer would hold 10 % more."""
+    """nn.Dropout with a mask of one byte per element, as torch has on a GPU. On a CPU, torch
+    keeps the mask in the input's dtype, and a recorded layer would keep 10 % more bytes."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return torch.native_dropout(x, self.p, True)[0]  # and the mask, which backward keeps
+        return torch.native_dropout(x, self.p, True)[0]  # [1] is the mask, which backward keeps
 
 
 class CausalAttention(nn.Module):
-    """One kernel. With dropout, a CPU computes it the plain way, in float32 for 2-byte types."""
+    """One kernel. With dropout, a CPU computes attention unfused, in float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -19,7 +19,7 @@
 
 Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value heads, v vocab.
 
-Strategies edit it by name: tensor parallelism replaces `attn.q, k, v, out` and `mlp.up, down`,
+Strategies edit modules by name: tensor parallelism replaces `attn.q, k, v, out` and `mlp.up, down`,
 context parallelism `attn.core`, and a pipeline splits `blocks`.
 Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
 """
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from labkit.models.attention import CausalAttention, Dropout
 
 # Parameter counts: 7,056; 987,096; 3,438,080. The width 132 gives 12 heads of width 11 and an MLP
-# of width 528: both divide evenly over 1, 2, 3, 4 and 6 ranks.
+# of width 528: 12 and 528 are divisible by 1, 2, 3, 4 and 6 ranks.
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {"vocab": 256, "width": 12, "depth": 2, "heads": 4, "context": 16},
     "1M": {"vocab": 1024, "width": 132, "depth": 4, "heads": 12, "context": 64},
@@ -124,7 +124,7 @@ class GPT(nn.Module):
         context   longest sequence, in tokens    dropout   probability, 0 <= dropout < 1
         tied      the head is the token embedding: one parameter with two names
 
-    Raises ValueError for sizes that do not fit together."""
+    Raises ValueError for incompatible sizes."""
 
     def __init__(
         self,
@@ -147,12 +147,12 @@ class GPT(nn.Module):
             )
         if width % heads:
             raise ValueError(
-                f"width {width} does not divide into {heads} heads; choose a number of "
+                f"width {width} is not divisible by {heads} heads; choose a number of "
                 "heads that divides the width"
             )
         if heads % kv_heads:
             raise ValueError(
-                f"{heads} query heads do not divide over {kv_heads} key-value heads; choose "
+                f"{heads} query heads are not divisible by {kv_heads} key-value heads; choose "
                 f"kv_heads that divides {heads}"
             )
         if not 0 <= dropout < 1:
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         """Initialize as GPT-2 does, and tie the head: matrices with std 0.02, those that add to x
         with 0.02 / √(2 depth), so that x does not grow with depth; biases 0, norms 1. For a meta
         model, call `model.to_empty(device=...)` first."""
-        if self.tied:  # here and not in __init__, since `to_empty` unties them
+        if self.tied:  # here and not in __init__, since `to_empty` unties the weights
             self.head.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():  # a tied weight appears once
             if weight.ndim == 1:

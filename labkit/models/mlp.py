@@ -2,7 +2,7 @@
 
     x [n, sizes[0]] ── layers[0] ── act ── layers[1] ── act ── ... ── layers[-1] ── [n, sizes[-1]]
 
-Odd sizes expose strategies that only work if the number of ranks divides a layer.
+Odd sizes expose strategies that require layer sizes divisible by the number of ranks.
 """
 
 from collections.abc import Callable, Sequence

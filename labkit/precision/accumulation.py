@@ -1,4 +1,4 @@
-"""Gradients of k micro-batches, summed in fp32 while the model is in 16 bits.
+"""Sums the gradients of k micro-batches in fp32 while the model is in 16 bits.
 
     backward 1   p.grad bf16 ─┐
     backward 2   p.grad bf16 ─┼─▶  += sum, fp32  ──hand_over()──▶  p.grad fp32  ──▶  optimizer
@@ -7,8 +7,8 @@
     memory          4 bytes per parameter for the sums
     communication   with `comm`: 2(n-1)/n · 4 bytes per parameter and step, in one fp32 all-reduce
 
-bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding it changes
-nothing. Of k equal gradients, those after the first 256 or 512 are lost; in fp32, after 2²⁴.
+bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding that gradient
+changes nothing. Of k equal gradients, all after the first 256 or 512 are lost; in fp32, after 2²⁴.
 
 Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; growth of the error in a plain sum:
 Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
@@ -25,24 +25,24 @@ from labkit.precision.shadow_optimizer import LOW, NotCopyable
 
 
 class Fp32Gradients(NotCopyable):
-    """Adds each gradient of `params` (in fp32 or 16 bits; frozen ones are skipped) to an fp32 sum
+    """Adds each fp32 or 16-bit gradient of `params` (frozen parameters are skipped) to an fp32 sum
     as soon as backward has computed it. `comm`: the ranks over which `hand_over` averages; with
-    DDP, run every micro-batch in `ddp.no_sync()` and pass its comm.
+    DDP, run every micro-batch in `ddp.no_sync()` and pass `ddp.comm`.
 
     >>> gradients = Fp32Gradients(model.parameters())
     >>> for part in batch.split(k):
     ...     loss(model(part.x), part).backward()
-    >>> gradients.hand_over()  # now .grad holds the sums, in fp32
-    >>> optimizer.step()  # MasterWeights, or any that takes fp32 gradients
+    >>> gradients.hand_over()  # now .grad holds the fp32 sums
+    >>> optimizer.step()  # MasterWeights, or any optimizer that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError if no parameter is trainable or one is wider than fp32; in backward, if a
-    strategy synchronizes the gradients or its ranks are not all in `comm`."""
+    Raises ValueError if no parameter is trainable or any is wider than fp32; in backward, if a
+    strategy synchronizes the gradients or `comm` lacks any of its ranks."""
 
     copy_advice = "create one for the copied model's parameters"
 
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
-        self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # each once
+        self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # no duplicates
         if not self.parameters:
             raise ValueError("no parameter requires gradients, so there is nothing to accumulate")
         if wide := {p.dtype for p in self.parameters} - {torch.float32, *LOW}:
@@ -52,11 +52,11 @@ class Fp32Gradients(NotCopyable):
             )
         self.comm = None if comm is None else Comm.of(comm)
         sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)  # one message
+        self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)  # one all-reduce
         parts = self.flat.split(sizes)
         self.sums = {p: x.view(p.shape) for p, x in zip(self.parameters, parts, strict=True)}
-        self._arrived: set[nn.Parameter] = set()  # since the last hand_over()
-        weak = WeakMethod(self._add)  # the parameters do not keep this object alive
+        self._arrived: set[nn.Parameter] = set()  # with a gradient since hand_over()
+        weak = WeakMethod(self._add)  # the hooks do not keep this object alive
         self._hooks = [
             p.register_post_accumulate_grad_hook(lambda p: add(p) if (add := weak()) else None)
             for p in self.parameters
@@ -87,11 +87,11 @@ class Fp32Gradients(NotCopyable):
         if not self._arrived:
             self.flat.zero_()
         self._arrived.add(p)
-        self.sums[p] += p.grad  # bf16 becomes fp32 first, exactly
+        self.sums[p] += p.grad  # converts bf16 to fp32 first, exactly
         p.grad = None
 
     def hand_over(self) -> None:
-        """Store the sums (with `comm`: their mean over ranks) in `.grad`, in fp32."""
+        """Store the fp32 sums (with `comm`: their means over the ranks) in `.grad`."""
         if self.comm is not None:
             if not self._arrived:
                 self.flat.zero_()

@@ -4,9 +4,9 @@
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             input dtype          fp32
 
-A function mode casts the inputs of each op by the policy of its device (op_policy.py). Autograd
+A function mode casts each op's inputs by its device's policy (op_policy.py). Autograd
 reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
-copy lives until the region ends: 4 bytes for a parameter, 4 for its gradient, 2 for the copy.
+copy lives until the region ends: 4 bytes per parameter, 4 per gradient, 2 per copy.
 The region also enables torch's own autocast, which casts the ops inside one call (einsum).
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
@@ -27,13 +27,13 @@ Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class autocast(ContextDecorator):
-    """Runs torch's ops inside the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, by
-    the policy of their device. `device_type`: "cpu" or "cuda": cast only tensors there; None: use
-    each op's device. `enabled=False`: run ops in their input dtypes, even inside an enabled region.
+    """Runs torch's ops in the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, by their
+    device's policy. `device_type`: "cpu" or "cuda" casts only tensors there, None on any device.
+    `enabled=False`: run ops in their input dtypes, even inside an enabled region.
 
-    A region is reusable, may decorate a function and may nest, also with torch.autocast: the
-    innermost decides. Call `backward` outside: it uses forward's dtypes. Raises ValueError for a
-    dtype that autocast or the device does not support.
+    A region is reusable, may decorate a function and may nest, even with torch.autocast: the
+    innermost region wins. Call `backward` outside: it uses forward's dtypes. Raises ValueError for
+    a dtype that autocast or the device does not support.
 
     >>> with autocast(torch.bfloat16):
     ...     value = loss(model(batch.x), batch)
@@ -49,7 +49,7 @@ class autocast(ContextDecorator):
         if isinstance(dtype, str):
             raise ValueError(
                 f"autocast takes the dtype first, as autocast({device_type or torch.bfloat16}, "
-                f"{dtype!r}); without a device it uses that of each op"
+                f"{dtype!r}); without a device, each op uses its own"
             )
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
         self._entered: list[ExitStack] = []
@@ -94,7 +94,7 @@ class _Casting(TorchFunctionMode):
         match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
-            case "fp32":  # softmax(x, dtype=...) casts once more, to its dtype
+            case "fp32":  # softmax(x, dtype=...) then casts to its own dtype
                 to = torch.float32
             case "promote":
                 to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype
@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError if autocast does not support `dtype`, or the device has no matmul in it."""
+    """Raise ValueError if autocast does not support `dtype`, or the device has no such matmul."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

@@ -1,22 +1,22 @@
-"""Number formats, from their bits.
+"""Binary floating-point formats, computed from their bits.
 
             s exponent fraction
     fp16    0 01111    1000000000     = + 2^(15 - 15) × 1.1000000000 (binary) = 1.5
 
-    exponent field E, fraction field F of f bits, bias = half of the exponents, here 15:
+    exponent field E of e bits, fraction field F of f bits, bias 2^(e - 1) - 1, here 15:
 
-    E = 0           2^(1 - bias) × 0.F      zero, and the subnormals: equal steps down to zero
+    E = 0           2^(1 - bias) × 0.F      zero and the subnormals, in equal steps
     0 < E < top     2^(E - bias) × 1.F      normal: f + 1 significant bits
     E = top         infinity where F = 0, else NaN
-                    (e4m3: numbers here too, no infinity, and only 1111 111 is NaN)
+                    (e4m3: normal, too; no infinity; only 1111 111 is NaN)
 
-Bit patterns sort like their numbers, and rounding up past 1.11...1 carries into the exponent.
-`Format` is exact, on Python's integers and fractions; `rounded` does the same for tensors, fast.
+Positive numbers sort like their bit patterns; rounding up past 1.11...1 carries into the exponent.
+`Format` computes exactly, with Python's integers and fractions; `rounded` is fast, for tensors.
 
 Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
-even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (80 bits of the x87);
+even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (the x87's 80 bits);
 Micikevicius et al., arXiv 2209.05433, table 1 (e4m3, e5m2); NVIDIA, "A100 Tensor Core GPU
-Architecture", 2020 (tf32; a GPU may round its ties away from zero, as PTX's cvt.rna does).
+Architecture", 2020 (tf32; a GPU may round ties away from zero, as PTX's cvt.rna does).
 """
 
 import math
@@ -79,7 +79,7 @@ class Format:
 
     @property
     def epsilon(self) -> Fraction:
-        """The step from 1 to the next number."""
+        """The distance from 1 to the next larger number."""
         return Fraction(1, 2**self.fraction_bits)
 
     @property
@@ -104,20 +104,20 @@ class Format:
         finite = not isinstance(value, float) or math.isfinite(value)
         if not finite or abs(Fraction(value)) > self.largest:
             largest = decimal(self.largest)
-            raise ValueError(f"{self.name} has no step at {value}: its numbers end at {largest}")
+            raise ValueError(f"{self.name} has no ulp at {value}: its largest number is {largest}")
         return Fraction(2) ** (self._exponent(abs(Fraction(value))) - self.fraction_bits)
 
     def numbers(self) -> Iterator[Fraction]:
-        """All finite numbers from 0 up: `count` // 2 + 1 of them, so only for small formats."""
+        """All `count` // 2 + 1 finite numbers from 0 up; practical only for small formats."""
         return map(self.number, range(self._largest_rank + 1))
 
     # ---- bits to number
 
     def fields(self, bits: int) -> Fields:
-        """Split a bit pattern. Raises ValueError if it does not fit the format."""
+        """Split a bit pattern into fields. Raises ValueError if it is too wide for the format."""
         if not 0 <= bits < 2**self.width_bits:
             raise ValueError(
-                f"{bits:#x} is not a bit pattern of {self.name}: it has {self.width_bits} bits, so "
+                f"{bits:#x} is not a bit pattern of {self.name}, which has {self.width_bits} bits: "
                 f"0 to {2**self.width_bits - 1:#x}"
             )
         rest, fraction = divmod(bits, 2**self.fraction_bits)
@@ -137,7 +137,7 @@ class Format:
         if leading:
             return "normal"
         if exponent:
-            return "nan"  # only in x87: an exponent without its leading bit is an invalid operand
+            return "nan"  # x87 only: a nonzero exponent without leading bit is an invalid operand
         return "subnormal" if fraction else "zero"
 
     def decode(self, bits: int) -> Exact:
@@ -156,9 +156,9 @@ class Format:
     # ---- number to bits
 
     def encode(self, value: Exact | int, saturate: bool | None = None) -> int:
-        """The bit pattern of the nearest number, ties to even. Past the largest number: the largest
-        with `saturate`, else infinity, or NaN if there is none. By default, only formats without
-        infinity saturate (as torch's e4m3 since 2.12; before, it returned NaN)."""
+        """The bit pattern of the nearest number, ties to even. Overflow gives the largest number
+        with `saturate`, else infinity, or NaN if the format has no infinity. By default, only
+        formats without infinity saturate (as torch's e4m3 does since 2.12; earlier: NaN)."""
         sign = int(math.copysign(1.0, value) < 0 if isinstance(value, float) else value < 0)
         beyond = self._largest_rank + (0 if self._saturates(saturate) else 1)
         if not isinstance(value, float) or math.isfinite(value):
@@ -174,7 +174,7 @@ class Format:
     def _saturates(self, saturate: bool | None) -> bool:
         return not self.infinities if saturate is None else saturate
 
-    # ---- numbers from 0 up have a rank: their pattern without sign and leading bit
+    # ---- rank: the bit pattern of a number from 0 up, without sign and leading bit
 
     @property
     def _largest_rank(self) -> int:
@@ -182,7 +182,7 @@ class Format:
         return ones - (2**self.fraction_bits if self.infinities else 1)
 
     def rank(self, size: Fraction) -> int:
-        """The rank of the number nearest to `size` >= 0; ranks go on past the largest number."""
+        """The rank of the number nearest to `size` >= 0; ranks continue past the largest number."""
         exponent = self._exponent(size)
         steps = round(size / Fraction(2) ** (exponent - self.fraction_bits))  # ties to even
         return (exponent - self.min_exponent) * 2**self.fraction_bits + steps
@@ -209,7 +209,7 @@ FORMATS = {
         Format("x87", 15, 63, leading_bit=True),
         Format("fp64", 11, 52, torch.float64),
         Format("fp32", 8, 23, torch.float32),
-        Format("tf32", 8, 10),  # what tensor cores read; stored as fp32
+        Format("tf32", 8, 10),  # the tensor cores' input format; stored as fp32
         Format("bf16", 8, 7, torch.bfloat16),
         Format("fp16", 5, 10, torch.float16),
         Format("e5m2", 5, 2, torch.float8_e5m2),
@@ -243,17 +243,17 @@ def decimal(value: Exact | int, digits: int = 4) -> str:
 
 
 def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None) -> torch.Tensor:
-    """Round each element of `x` as `Format.round` does; the dtype of `x` stays. On any device:
+    """Round each element of `x` as `Format.round` does, on any device, keeping the dtype of `x`:
 
-        x       1.3  = 2^0 × 1.3         its exponent, read from the bits of fp64
+        x       1.3  = 2^0 × 1.3         the exponent 0, read from the bits of fp64
         step    2^(0 - 2) = 0.25         with 2 fraction bits: a power of two, so dividing is exact
         1.3 / 0.25 = 5.2  ->  5 steps  ->  1.25
 
-    Formats need no dtype (tf32). fp64 and wider formats change nothing. Raises ValueError if `x` is
-    not floating-point, or the format has fp64's range and fewer fraction bits."""
+    A format needs no torch dtype (tf32 has none). fp64 and wider formats change nothing. Raises
+    ValueError if `x` is not floating-point, or the format has fp64's range, but less precision."""
     chosen = format_of(format)
     if not x.is_floating_point():
-        raise ValueError(f"rounded({x.dtype}): only floating-point tensors; convert it: x.float()")
+        raise ValueError(f"rounded({x.dtype}): expected floating-point elements; use x.float()")
     if chosen.exponent_bits >= 11 and chosen.fraction_bits >= 52:
         return x.detach().clone()
     if chosen.exponent_bits >= 11:

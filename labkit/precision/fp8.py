@@ -1,4 +1,4 @@
-"""Matmuls in 8 bits, with one scale per tensor.
+"""Matmuls of 8-bit tensors, with one scale per tensor.
 
     x [m, k] ── · s_x ── e4m3 ┐
                               ├── matmul, summed in fp32 ── / (s_x s_w) ──▶ y [m, n]
@@ -8,12 +8,12 @@
     backward   dx = g  w     e5m2 · e4m3      g = dL/dy, [m, n]
                dw = gᵀ x     e5m2 · e4m3
 
-    e4m3   4 bits of exponent, 3 of mantissa: up to 448, half a step is 1/16 of the value
-    e5m2   5 and 2: up to 57344, half a step is 1/8; gradients need range more than precision
+    e4m3   4 exponent and 3 mantissa bits: up to 448, rounding error up to 1/16 of the value
+    e5m2   5 and 2 bits: up to 57344, error up to 1/8; gradients need range more than precision
 
-Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋, amax its largest magnitude. *Delayed* scaling
-uses the largest amax of recent calls, so the tensor is not read before the cast; larger values
-saturate, and recompute is not supported. Saved: x and w, 1 byte per element.
+Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋; amax: its largest magnitude. *Delayed* scaling
+uses the largest amax of recent calls, so the cast need not wait for this tensor's; larger values
+saturate, and recompute is not supported. Backward keeps x and w, 1 byte per element.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -31,12 +31,12 @@ from labkit.dispatch import autocast_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit matmuls
-LARGEST_POWER = 126  # of a scale: 1 / 2^126 is the smallest normal number of fp32
+LARGEST_POWER = 126  # of 2 in a scale: 1 / 2^126 is fp32's smallest normal number
 TILE = 16  # torch._scaled_mm needs sizes that are multiples of 16
 
 
 class Fp8Cast(nn.Module):
-    """Casts tensors of one role to 8 bits, by their own amax or the largest of `history` calls."""
+    """Casts tensors of one role to 8 bits by their own amax or that of `history` earlier calls."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Fp8Cast(nn.Module):
             return amax
         before = self.amaxes.amax()
         if self.training:
-            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would last n calls
+            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would stay for n calls
             self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
         return torch.where(before > 0, before, amax)
 
@@ -76,13 +76,13 @@ class Fp8Cast(nn.Module):
 
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
-    """a [m, k], b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`; `simulate`: by fp32 matmul."""
+    """a [m, k], b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`; `simulate`: in fp32."""
     if simulate:
         return (a.float() @ b.float() / scale).to(dtype)
     m, n = a.shape[0], b.shape[1]
     a = F.pad(a.view(torch.uint8), _to_tiles(a)).view(a.dtype)
     b = F.pad(b.view(torch.uint8), _to_tiles(b)).view(b.dtype)
-    columns = b.t().contiguous().t()  # the kernel wants b column by column
+    columns = b.t().contiguous().t()  # the kernel needs b in column-major order
     unit = torch.ones_like(scale)
     y = torch._scaled_mm(a.contiguous(), columns, 1 / scale, unit, out_dtype=torch.float32)
     return y[:m, :n].to(dtype)
@@ -105,7 +105,7 @@ class _Fp8Matmul(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (x8, w8, s_x, s_w), simulate = ctx.saved_tensors, ctx.layer.simulate
         g8, s_g = ctx.layer.cast_g(gradients[0])
-        dx = dw = None  # a first layer's input and frozen weights need none
+        dx = dw = None  # a first layer's input and frozen weights need no gradient
         if ctx.needs_input_grad[0]:
             dx = fp8_matmul(g8, w8, s_g * s_w, ctx.dtypes[0], simulate)
         if ctx.needs_input_grad[1]:
@@ -115,12 +115,12 @@ class _Fp8Matmul(torch.autograd.Function):
 
 class Fp8Linear(nn.Module):
     """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
-    autocast region around it. Weight and bias are the Linear's own parameters. Tensors are scaled
+    enclosing autocast region. Weight and bias are the Linear's own parameters. Tensors are scaled
     by their own amax, or by the largest of the `history` previous calls. `simulate`: round to 8
-    bits and multiply in fp32; None: only if the device is not a GPU.
+    bits and multiply in fp32; None: unless the device is a GPU.
 
-    Raises ValueError if the GPU has no 8-bit matmuls (capability 8.9), unless `simulate`; in
-    backward, if recompute runs a forward with history again."""
+    Raises ValueError if the GPU has no 8-bit matmuls (they need capability 8.9), unless `simulate`;
+    in backward, if recompute reruns a forward that uses `history`."""
 
     def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
         super().__init__()
@@ -135,11 +135,11 @@ class Fp8Linear(nn.Module):
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1  # as torch's checkpoint asks
+        in_backward = torch._C._current_graph_task_id() != -1  # same test as torch's checkpoint
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
                 "Fp8Linear: backward recomputes this layer's forward, and with "
-                f"history={len(self.cast_x.amaxes)} the second run would use other scales, so its "
+                f"history={len(self.cast_x.amaxes)} the second run would use different scales; its "
                 "gradients would be wrong; use history=0, or do not recompute it"
             )
         dtype = autocast_dtype(x) or x.dtype
@@ -155,7 +155,7 @@ class Fp8Linear(nn.Module):
 
 
 def check_has_fp8(device: torch.device, simulate: bool) -> None:
-    """Raises ValueError if `device` has no fp8 matmul, unless it is simulated."""
+    """Raises ValueError if `device` has no fp8 matmul, unless `simulate`."""
     if simulate:
         return
     if device.type != "cuda":
@@ -173,10 +173,10 @@ def check_has_fp8(device: torch.device, simulate: bool) -> None:
 def use_fp8(
     model: nn.Module, only: str = "*", history: int = 0, simulate: bool | None = None
 ) -> list[str]:
-    """Replace each nn.Linear of `model` that matches the pattern `only` with an Fp8Linear; return
-    the names. Usually the first and last layers are not replaced. Parameters and shared layers stay
-    the same objects. Raises ValueError if no layer matches or one has hooks: apply strategies
-    later.
+    """Replace each nn.Linear of `model` whose name matches the pattern `only` with an Fp8Linear;
+    return the names. It is common to exclude the first and last layers. Parameters stay the same
+    objects; shared layers stay shared. Raises ValueError if no name matches or a layer has hooks:
+    apply strategies later.
 
     >>> use_fp8(model, only="blocks.*")
     """

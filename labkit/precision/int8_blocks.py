@@ -8,7 +8,7 @@
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)
 
-An outlier spoils only its own block; small blocks limit the damage, at 4 bytes each.
+An outlier coarsens only its own block; smaller blocks limit the damage, but cost 4 bytes each.
 
 Source: Dettmers et al., arXiv 2110.02861, section 2; "LLM.int8()", arXiv 2208.07339, section 2.1
 (absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (quantized weight communication).
@@ -36,7 +36,7 @@ class Quantized(NamedTuple):
 
 @dataclass(frozen=True)
 class Int8Blocks:
-    """Blocks of `block` elements in a tensor's flat order; the last may be shorter."""
+    """Blocks of `block` elements in a tensor's flat order; the last block may be shorter."""
 
     block: int = 256
 
@@ -55,7 +55,7 @@ class Int8Blocks:
         """Round to the nearest level, ties to even. A block with NaN or infinity decodes to NaN."""
         if not x.is_floating_point():
             raise ValueError(
-                f"Int8Blocks.encode({x.dtype}): only floating-point tensors; convert it: x.float()"
+                f"Int8Blocks.encode({x.dtype}): expected floating-point elements; use x.float()"
             )
         absmax = self._absmax(x)
         scale = self._per_element(absmax, x.shape)
@@ -63,12 +63,12 @@ class Int8Blocks:
         return Quantized(levels.round().to(torch.int8), absmax)
 
     def decode(self, quantized: Quantized) -> torch.Tensor:
-        """fp32, in the shape of `q`."""
+        """Return an fp32 tensor in the shape of `q`."""
         q, absmax = quantized
         return q.float() / LEVELS * self._per_element(absmax, q.shape)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` after encoding and decoding, in its own dtype."""
+        """Encode and decode `x`, keeping its dtype."""
         return self.decode(self.encode(x)).to(x.dtype)
 
     def _absmax(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""Master weights: a model in 16 bits, updated as exactly as one in fp32.
+"""Master weights: update a 16-bit model as precisely as an fp32 model.
 
     each parameter    2 bytes in bf16 or fp16, which forward and backward use
                       2 bytes of gradient
                       4 bytes, its fp32 master copy       } K = 12 bytes that
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
-bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, some below
-1/256 are, too. So the optimizer updates an fp32 copy, and the model gets that copy, rounded:
+bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, as are
+some below 1/256. So the optimizer updates an fp32 copy and rounds that copy into the parameter:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
 
@@ -31,13 +31,13 @@ from labkit.precision.shadow_optimizer import (
     value_of,
 )
 
-CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at one time
+CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at once
 
 
 class MasterWeights(ShadowOptimizer):
-    """`optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on others directly;
-    `params` may be parameters, groups of them, or named ones. Writes to the model update the
-    masters, except those that bypass autograd (`p.data`): write under `torch.no_grad()`.
+    """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on wider ones
+    directly; `params`: parameters, parameter groups or named parameters. Writes to the model update
+    the masters unless they bypass autograd (`p.data`): write under `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -50,7 +50,7 @@ class MasterWeights(ShadowOptimizer):
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
 
-    def __getstate__(self) -> dict[str, Any]:  # torch's has only groups and state
+    def __getstate__(self) -> dict[str, Any]:  # torch's keeps only groups and state
         own = ("inner", "_master", "_low", "_versions")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
@@ -66,7 +66,7 @@ class MasterWeights(ShadowOptimizer):
             for p in chunk:
                 assert p.grad is not None
                 self._master[p].grad = fp32_gradient(p.grad, self.gradient_factor)
-            self.inner.step()  # on the masters that have a gradient: this chunk's
+            self.inner.step()  # only this chunk's masters have gradients
             self._check_options_unchanged()
             for p in chunk:
                 self._master[p].grad = None
@@ -87,7 +87,7 @@ class MasterWeights(ShadowOptimizer):
             yield chunk
 
     def _check_options_unchanged(self) -> None:
-        """Raise ValueError if `inner` changed its options, which several steps of `inner` share."""
+        """Raise ValueError if `inner` changed its options: every chunk needs the same options."""
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             for key, x in options_of(inner_group).items():
                 if key not in group or (x is not group[key] and x != group[key]):
@@ -98,7 +98,7 @@ class MasterWeights(ShadowOptimizer):
                     )
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """All parameters of `model`, whole; masters where they exist."""
+        """All parameters of `model`, unsharded; their masters where they exist."""
         return [
             OwnedPiece(name, p.shape, 0, self._master[p], self.inner)
             if p in self._master

@@ -1,9 +1,9 @@
-"""Find where NaN or inf begins: in the batch, in a parameter, or in the forward of a module.
+"""Find where NaN or inf begins: in the batch, in a parameter, or in a module's forward.
 
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads, in backward to all gradients: only its first place in forward order matters.
+NaN spreads, in backward to all gradients: only its first occurrence in forward order matters.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from labkit.precision.autocasting import tensors_in
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Describe where `model(*args, **kwargs)` first meets NaN or inf; None if it does not.
+    """Describe where `model(*args, **kwargs)` first meets NaN or inf; None if nowhere.
 
-    Checks arguments, parameters, buffers, then each module's inputs and outputs in forward order:
-    one forward without gradients; restores buffers and random state. Call it inside training's
-    autocast region and, under a strategy, on every rank. In inputs and buffers, -inf is a mask.
+    Checks arguments, parameters and buffers, then each module's inputs and outputs in one forward
+    without gradients; restores buffers and random state. Call it inside training's autocast region
+    and, under a strategy, on every rank. In inputs and buffers, -inf counts as a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 elements, the first at [0, 0, 17]; ...'
@@ -37,13 +37,12 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
     def check_call(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         between_modules = (
-            f"no module computed it: look at the code between the call of {where} and that "
-            "of the module before"
+            f"no module computed it: look at the code between the previous module and {where}"
         )
         check(f"the input of {where}", (args, kwargs), between_modules, masks=True)
         in_module = (
-            "input and parameters are finite: it divides by 0, or its result is out of the range "
-            f"of its dtype{_range_of(output)}"
+            "input and parameters are finite: the module divides by 0, or its result exceeds "
+            f"the range of its dtype{_range_of(output)}"
         )
         check(f"the output of {where}", output, in_module)
 
@@ -62,7 +61,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             hook = part.register_forward_hook(partial(check_call, name), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(_restored(model))
-        model(*args, **kwargs)  # even if a problem is known: other ranks may wait for this one
+        model(*args, **kwargs)  # even after a problem: other ranks may wait for this rank
     return problems[0] if problems else None
 
 
@@ -75,7 +74,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             for x, version, saved in before:
-                if x._version != version:  # autograd may have saved the others
+                if x._version != version:  # autograd may have saved unchanged buffers
                     x.copy_(saved)
 
 
@@ -89,7 +88,7 @@ def _range_of(output: Any) -> str:
 
 def _problem(nested: Any, masks: bool = False) -> str:
     for x in (x for x in tensors_in(nested) if x.is_floating_point()):
-        x = x.float() if x.itemsize == 1 else x  # torch has no isinf in 8 bits
+        x = x.float() if x.itemsize == 1 else x  # torch has no isinf for 8-bit dtypes
         bad = x.isnan() | (x.isposinf() if masks else x.isinf())
         if count := int(bad.sum()):
             kinds = {"NaN": x.isnan(), "inf": bad & x.isinf()}

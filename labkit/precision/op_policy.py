@@ -2,10 +2,10 @@
 
     low       matmuls: nearly all FLOPs, which GPUs run on tensor cores in 16 bits
     fp32      ops that leave fp16's range (exp, pow, sums, norms), or lose accuracy (losses)
-    promote   inputs of several dtypes are cast to the widest of them
+    promote   inputs of mixed dtypes are cast to the widest
     others    run in their input dtypes: gelu, dropout, reshape, indexing
 
-The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). The devices differ in:
+The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Differences:
 
     op                                    cpu             cuda
     softmax, log_softmax                  input dtype     fp32
@@ -16,7 +16,7 @@ The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). The
     cat, stack                            promote         input dtype (torch promotes by itself)
     binary_cross_entropy                  fp32            refused: near log(0) in fp16
 
-The CPU's lists are for bf16, with fp32's range; the GPU's for fp16, which ends at 65504 < exp(12).
+The CPU lists assume bf16 (fp32's range), the GPU lists fp16 (largest number 65504 < exp(12)).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OpPolicy:
-    """Op names as in torch's dispatcher, without "aten::" and the overload."""
+    """Op names as in torch's dispatcher, without "aten::" and the overload name."""
 
     low: frozenset[str]
     fp32: frozenset[str]
@@ -47,7 +47,7 @@ MATMULS = _ops("""
     linear matmul mm bmm addmm addbmm baddbmm linalg_vecdot prelu scaled_dot_product_attention
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
 """)
-# One Python call with matmuls inside: torch's autocast sees the matmuls, labkit's mode the call.
+# Calls with matmuls inside: torch's autocast sees the matmuls, labkit's mode only the call.
 CALLS_OF_MATMULS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
 
 

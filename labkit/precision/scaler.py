@@ -1,6 +1,6 @@
-"""Loss scaling: keeps small fp16 gradients from underflow, and all ranks agree on each step.
+"""Loss scaling: keeps small fp16 gradients from underflow; all ranks step or skip together.
 
-fp16 has nothing below 2^-24, and many gradients are smaller. So the loss is multiplied by a scale:
+fp16's smallest positive number is 2^-24, and many gradients are smaller. So the loss is scaled:
 
     loss * S -> backward -> gradients * S (fp16) -> / S (fp32) -> clip -> step
                                               \\
@@ -8,11 +8,11 @@ fp16 has nothing below 2^-24, and many gradients are smaller. So the loss is mul
                                                N good steps?                S <- S * 2
 
         rank 0   gradients finite     S  \\
-        rank 1   one is inf         inf   >  max = inf: all ranks skip
+        rank 1   a gradient is inf  inf   >  max = inf: all ranks skip
         rank 2   has no gradient      0  /
 
-A max all-reduce of 4 bytes per step: a rank of ZeRO, tensor or pipeline parallelism sees only its
-own gradients, and if it decided alone, it would skip a step that the others take.
+This costs a max all-reduce of 4 bytes per step: in ZeRO, tensor or pipeline parallelism, a rank
+sees only its own gradients, so on its own it would skip steps that other ranks take.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
 growth and back-off, state and methods: torch.amp.GradScaler.
@@ -46,7 +46,7 @@ class PendingStep:
 
     trained: Trained
     parameters: set[torch.Tensor]
-    reduced: torch.Tensor  # shape (): inf, the scale, or 0; see the picture above
+    reduced: torch.Tensor  # shape (): inf, the scale, or 0; see the diagram above
     still_scaled: list[tuple[int, int]]  # 16-bit gradients that an optimizer unscales in its step
     stepped: list[torch.optim.Optimizer] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ class PendingStep:
 
 
 class GradScaler:
-    """`torch.amp.GradScaler`, with one decision for all ranks to skip a step.
+    """`torch.amp.GradScaler`, but all ranks skip the same steps.
 
     >>> scaler.scale(loss).backward()
     >>> scaler.unscale_(optimizer)            # only to clip or inspect gradients
@@ -71,7 +71,7 @@ class GradScaler:
             Otherwise `step` raises: a smaller scale cannot help.
 
     Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights, ZeroOptimizer.
-    All ranks of `comm` call `unscale_`, `step` and `update`; a rank without a loss calls
+    All ranks of `comm` must call `unscale_`, `step`, `update`; a rank without a loss calls
     `scale(torch.zeros(()))`, as `pipeline.step(x, y, scaler=scaler)` does."""
 
     def __init__(
@@ -88,7 +88,7 @@ class GradScaler:
         self._scale = DynamicScale(init_scale, growth_factor, backoff_factor, growth_interval)
         self._enabled, self.skip_bad_losses = enabled, skip_bad_losses
         self.comm = None if comm is None else Comm.of(comm)
-        self._losses: list[torch.Tensor] = []  # unscaled, since the last update
+        self._losses: list[torch.Tensor] = []  # before scaling, since the last update
         self._pending: list[PendingStep] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,16 +109,16 @@ class GradScaler:
                 f"scale({type(outputs).__name__}): the loss must be a tensor, or a list or tuple "
                 "of tensors"
             )
-        loss = outputs.detach()  # one element, checked if a step is skipped
+        loss = outputs.detach()  # reduced to one element, checked if a step is skipped
         self._losses.append(loss if loss.numel() < 2 else loss.abs().amax())
-        # By a tensor of shape (), as torch does: with a float, an fp16 loss would stay in fp16.
+        # Uses a tensor of shape (), as torch does: a float would keep an fp16 loss in fp16.
         return outputs * torch.full((), self._scale.scale, device=loss.device, dtype=torch.float32)
 
     @torch.no_grad()
     def unscale_(self, trained: Trained) -> None:
-        """Divide the gradients of an optimizer or a model by the scale, after the last backward;
-        16-bit gradients (MasterWeights, ZeroOptimizer) in the step: clip them with
-        `clip_grad_norm(optimizer, ...)`. Raises ValueError if they are already unscaled or
+        """Divide the gradients of an optimizer or a model by the scale, after the last backward.
+        16-bit gradients (MasterWeights, ZeroOptimizer) are unscaled in `step`: clip them with
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if gradients are already unscaled or
         clipped."""
         if not self._enabled:
             return
@@ -144,8 +144,8 @@ class GradScaler:
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step if the gradients of all ranks are finite, after unscaling them if necessary; returns
         the result of `optimizer.step`, or None if the step is skipped. Raises ValueError on a
-        second step before `update`; if gradients are missing, or scaled 16-bit ones were changed;
-        if scales differ between ranks; and, after skipping, if the loss itself was inf or NaN."""
+        second step before `update`; if gradients are missing, or 16-bit gradients changed while
+        scaled; if ranks differ in scale; and, after skipping, if the loss itself was inf or NaN."""
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
@@ -176,15 +176,15 @@ class GradScaler:
         return None
 
     def update(self, new_scale: float | None = None) -> None:
-        """End the step: update the scale, or set it to `new_scale`. An optimizer without gradients
-        on any rank does not count if another has some; one unscaled but not stepped is dropped.
+        """End the step: update the scale, or set it to `new_scale`. Optimizers without gradients
+        on any rank are ignored if another has gradients; a step unscaled but not taken is dropped.
         Raises ValueError without a step, or if 20 skips in a row took the scale below 1."""
         if not self._enabled:
             return
         steps, self._pending, self._losses = self._pending, [], []
         for step in steps:
             if isinstance(step.trained, ShadowOptimizer) and not step.stepped:
-                step.trained.skip()  # drops its factor
+                step.trained.skip()  # drops its gradient_factor
         if new_scale is not None:
             self._scale.load_state_dict({**self._scale.state_dict(), "scale": float(new_scale)})
         elif steps:
@@ -201,7 +201,7 @@ class GradScaler:
         for pending in self._pending:
             if parameters <= pending.parameters:
                 return pending
-        self.unscale_(optimizer)  # raises if some are already unscaled
+        self.unscale_(optimizer)  # raises if any gradient is already unscaled
         return self._pending[-1]
 
     def _must_skip(self, pending: PendingStep) -> bool:
@@ -252,7 +252,7 @@ class GradScaler:
         return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this state, or torch's, on all ranks. Raises ValueError if it is invalid."""
+        """Load labkit's or torch's state, on all ranks. Raises ValueError if it is invalid."""
         if self._enabled:
             self._scale.load_state_dict(state_dict)
 

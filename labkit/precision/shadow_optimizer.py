@@ -16,12 +16,12 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add small updates to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` detached, and in fp32 if it has 16 bits."""
+    """`x` detached, in fp32 if its dtype has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """A 16-bit gradient as a new fp32 tensor, times `factor`; others unchanged."""
+    """Convert a 16-bit gradient to a new fp32 tensor, times `factor`; return others unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -29,18 +29,18 @@ def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -
 
 
 def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
-    """Update the master where `x` was written to, and so differs from the rounded master."""
+    """Update the master where a write made `x` differ from the rounded master."""
     master.copy_(torch.where(master.to(x.dtype) == x, master, x.float()))
 
 
 class ShadowOptimizer(torch.optim.Optimizer):
-    """`param_groups` are the model's; `state` is that of `inner`, which steps on the shadows."""
+    """`param_groups` hold the model's parameters; `inner` steps on the shadows and owns `state`."""
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
     _depends_on = "model"  # for errors: what a loaded state must match
 
-    # The next step multiplies 16-bit gradients by it, in fp32; a loss scaler and clipping set it.
+    # Applied in fp32 to 16-bit gradients in the next step; set by a loss scaler and clipping.
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
@@ -81,7 +81,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner_group.update(options_of(group))
 
-    # --- this rank's state; checkpoints (labkit.checkpoints) hold that of all ranks ---
+    # --- this rank's state; labkit.checkpoints saves all ranks' state ---
 
     def _masters(self) -> list[torch.Tensor]:
         raise NotImplementedError
@@ -90,22 +90,22 @@ class ShadowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _position(self) -> list[int]:
-        """The rank and number of ranks of this state."""
+        """The rank and rank count that this state belongs to."""
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, for the same rank of as many ranks, with the same model."""
-        self._hand_down_options()  # a scheduler may have set them since the last step
+        """This rank's state, to load on the same rank, with the same rank count and model."""
+        self._hand_down_options()  # a scheduler may have changed them
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._position()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for the state of another rank, number of ranks or model."""
+        """Raises ValueError for a state of a different rank, rank count or model."""
         inner_state, own = dict(state_dict), self._masters()
         masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
         if position != self._position() or [x.shape for x in masters] != [x.shape for x in own]:
             raise ValueError(
-                f"{type(self).__name__}: this state is from an optimizer with another "
-                f"{self._depends_on}; to load across these, use labkit.save_checkpoint"
+                f"{type(self).__name__}: this state is from an optimizer with a different "
+                f"{self._depends_on}; to load it here, save it with labkit.save_checkpoint"
             )
         self.inner.load_state_dict(inner_state)
         self.state = self.inner.state
@@ -120,15 +120,15 @@ class ShadowOptimizer(torch.optim.Optimizer):
         if hasattr(self, "inner"):
             raise ValueError(
                 f"{type(self).__name__}: groups cannot be added later; pass all groups when you "
-                "create the optimizer (it may include frozen parameters, which stay frozen)"
+                "create the optimizer (frozen parameters may be included and stay frozen)"
             )
         super().add_param_group(param_group)
 
 
 class NotCopyable:
-    """Owns hooks on parameters: a copy would have no hooks, and silently do nothing."""
+    """Owns hooks on parameters: a copy would lack the hooks and silently do nothing."""
 
-    copy_advice: str  # what to do
+    copy_advice: str  # what to do instead
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(f"{type(self).__name__} cannot be copied or pickled; {self.copy_advice}")
@@ -140,7 +140,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_of(closure: Callable[[], Any] | None) -> Any:
-    """The value of an optimizer's `closure`, computed with gradients enabled; None without one."""
+    """The value of an optimizer's `closure`, if any, computed with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():

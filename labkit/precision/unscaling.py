@@ -29,7 +29,7 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 
 
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
-    """This rank's gradients; for sparse ones, their values."""
+    """This rank's gradients; only the values of sparse gradients."""
     if isinstance(trained, ShadowOptimizer):
         gradients = trained.own_gradients()
     else:
@@ -39,8 +39,8 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
-    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid a GPU sync: 1 if one
-    is inf or NaN, else 0; None without any. Raises ValueError if the optimizer steps in fp16."""
+    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid a GPU sync: 1 if any
+    is inf or NaN, else 0; None without gradients. Raises ValueError for an fp16 optimizer."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]
@@ -55,7 +55,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale
     flags = [_multiply(group, 1 / scale) for group in _by_kind(unscaled_here)]
-    flags += [_multiply(group, 1.0) for group in _by_kind(low)]  # only checks
+    flags += [_multiply(group, 1.0) for group in _by_kind(low)]  # only check
     return torch.stack([x.to(flags[0].device) for x in flags]).amax() if flags else None
 
 
@@ -81,7 +81,7 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 
 
 def check_owner(trained: Trained, comm: Comm | None) -> None:
-    """Raise ValueError if gradients are held elsewhere, or belong to more ranks than `comm`."""
+    """Raise ValueError if an optimizer holds the gradients, or `comm` lacks any of their ranks."""
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
@@ -89,7 +89,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
         raise ValueError(
             f"GradScaler.unscale_: a {name} holds the gradients of this model; pass the optimizer"
         )
-    marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # of parallel/common/shards.py
+    marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # see parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]
     spans += [("parameters are sharded over", mark.comm) for mark in marks if mark is not None]
     for what, needed in spans:
@@ -97,7 +97,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
             raise ValueError(
                 f"GradScaler: {what} ranks {list(needed.ranks)}, the scaler only "
                 f"{list(comm.ranks)}, so some ranks would skip a step that others take; create "
-                "the scaler with a comm of all of them"
+                "the scaler with a comm of all these ranks"
             )
 
 
@@ -111,7 +111,7 @@ def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
-    """Raise ValueError if gradients were clipped, and not written to since."""
+    """Raise ValueError if gradients were clipped, and not written to afterward."""
     if any(getattr(_base(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while still multiplied by the scale, "
@@ -127,5 +127,5 @@ def forget_clipped(trained: Trained) -> None:
 
 
 def _base(x: torch.Tensor) -> torch.Tensor:
-    """The base of `x`: it outlives its views, and its version counts writes to any of them."""
+    """The base of `x`: it outlives its views, and its version counts writes to every view."""
     return x if x._base is None else x._base

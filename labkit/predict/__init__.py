@@ -1,10 +1,10 @@
-"""Closed-form formulas for bytes, memory, FLOPs, bubble and time, in one place with their sources.
+"""Closed-form formulas for bytes sent, memory, FLOPs, bubbles and time, with their sources.
 
     predict.model_state_bytes(7.5e9, dp=64, stage=2)                  # memory of one rank
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
 Formulas are plain arithmetic; docstrings name what they omit. Sizes are named as in labkit.GPT;
-`rows` are the sequences that one rank computes at once, `sequence` is their length.
+`rows` counts the sequences that one rank computes at once, `sequence` is their length.
 """
 
 from labkit.predict.activations import (

@@ -1,6 +1,6 @@
 """Activations: the tensors that one transformer layer keeps from forward for backward.
 
-Bytes over s·b·w (s sequence, b rows, w width, a heads), with 2 bytes per element and 1 per mask
+Bytes per s·b·w (s sequence length, b rows, w width, a heads), at 2 bytes per element and 1 per mask
 element, in the paper and in labkit.GPT's block:
 
     norm1       its input 2                     norm2       its input 2
@@ -14,17 +14,17 @@ element, in the paper and in labkit.GPT's block:
 
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is exact to the
 byte (`labkit.memory.saved.saved_by`) except for the statistics of the two norms: 8·s·b (on a GPU
-16·s·b), below 0.1 % from width 256 on. Dropout's masks are assumed to have 1 byte per element
+16·s·b), below 0.1 % from width 256 on. Dropout masks are assumed to take 1 byte per element
 (torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), scores 2 (torch's plain
-attention: 4). Masked scores are stored, the causal mask is not.
+attention: 4). Masked scores are stored; the causal mask is not.
 
-Over t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
-and features; the other 10 of the 34 are whole on every rank, unless sharded along the sequence:
+With t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
+and features; the other 10 of the 34 are replicated, unless sharded along the sequence:
 
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
-    and sequence parallel                34/t + 5as/(wt)       inputs, too, are kept as shards
-    selective recomputation              without the scores' term, as/w
+    and sequence parallel                34/t + 5as/(wt)       inputs are kept as shards, too
+    selective recomputation              without the as/w term
     full recomputation                   2, or 2/t if the input is sharded along the sequence
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
@@ -39,19 +39,19 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 from labkit.predict.tables import Table, in_full, rounded
 
 RECOMPUTED = ("none", "selective", "full")
-STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula leaves out
+STATISTICS = "statistics of the norms"  # 8sb or 16sb, which the formula omits
 OTHERS = "other"
 
 
 @dataclass(frozen=True)
 class Term:
-    """One summand, and the module of labkit.GPT's block that keeps it."""
+    """One summand, and the module of labkit.GPT's block that keeps these bytes."""
 
     name: str
     module: str
-    of_sbw: int = 0  # bytes over s·b·w
-    of_scores: int = 0  # bytes over a·s·s·b: for each score
-    outside: bool = False  # the sharded matrices, so whole on each tensor-parallel rank
+    of_sbw: int = 0  # bytes per s·b·w
+    of_scores: int = 0  # bytes per score, of a·s·s·b scores
+    outside: bool = False  # outside the sharded matrices: replicated by tensor parallelism
 
     @property
     def per_sbw(self) -> str:
@@ -74,7 +74,7 @@ TERMS = (
     Term("GELU: its input", "mlp", of_sbw=8),
     Term("mlp.down: its input", "mlp.down", of_sbw=8),
 )
-# Full recomputation keeps only this.
+# The only term that full recomputation keeps.
 LAYER_INPUT = Term("the layer's input", "", of_sbw=2, outside=True)
 
 
@@ -115,9 +115,9 @@ def activation_bytes(
     recompute: str = "none",
 ) -> float:
     """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if t
-    `tensor_parallel` ranks shard its matrices and heads. `sequence_parallel`: they also shard
-    norms, dropout and inputs, along the sequence. `recompute`: "none"; "selective": the core of
-    attention; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""
+    `tensor_parallel` ranks shard its matrices and heads. `sequence_parallel`: these ranks also
+    shard norms, dropout and inputs, along the sequence. `recompute`: "none"; "selective": the
+    attention core; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""
     terms = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )
@@ -125,8 +125,8 @@ def activation_bytes(
 
 
 def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> float:
-    """`activation_bytes` with an attention kernel that stores no scores, as labkit.GPT's: instead
-    of 5as/w, 4 bytes per row of scores (its logsumexp). One rank, no attention dropout.
+    """`activation_bytes` with an attention kernel that stores no scores, like labkit.GPT's: 4
+    bytes per row of scores (the logsumexp) replace 5as/w. One rank, no attention dropout.
     Source: Dao et al., "FlashAttention", arXiv 2205.14135, section 3.1 and Algorithm 1."""
     without_scores = activation_bytes(sequence, rows, width, heads, recompute="selective")
     return without_scores + 4 * heads * sequence * rows
@@ -135,11 +135,11 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
 def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
-    """Bytes that the first stage of a pipeline holds at its peak, for p or more micro-batches, from
-    the `layer_bytes` of one layer and micro-batch and the model's `depth`, without embedding and
-    head. With 1F1B, p micro-batches are in flight on depth/p layers: depth layers' worth.
-    Interleaved, with v > 1 chunks per stage, (1 + (p-1)/(pv)) times as much; that factor does not
-    hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
+    """Peak activation bytes of a pipeline's first stage, for p or more micro-batches, without
+    embedding and head. `layer_bytes`: of one layer and micro-batch; `depth`: the model's layers.
+    1F1B keeps p micro-batches in flight on depth/p layers, so as much as `depth` layers keep.
+    Interleaving with v > 1 chunks per stage keeps (1 + (p-1)/(pv)) times as much; the factor does
+    not hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)
@@ -147,7 +147,7 @@ def first_stage_activation_bytes(
     return layer_bytes * depth * more
 
 
-# --- the bill of a layer: each term beside the measured bytes
+# --- a layer's bill: each term next to the measured bytes
 
 
 @dataclass(frozen=True)
@@ -202,14 +202,14 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """The bytes that a labkit.GPT block kept, beside the formula's terms; then norm statistics and
+    """The bytes that a labkit.GPT block kept, next to the formula's terms; then norm statistics and
     "other".
 
     `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
     dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
-    shard of the positions, and `sequence` all of them. Scores are recognized by their shape, [...,
-    s, s]: the head width must differ from the sequence length. Other arguments: as
-    in `activation_bytes`."""
+    shard of the positions, and `sequence` counts all positions. Scores are recognized by their
+    shape, [..., s, s]: the head width must differ from the sequence length. Other arguments: as in
+    `activation_bytes`."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

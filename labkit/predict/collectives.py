@@ -1,9 +1,9 @@
-"""Collectives: the bytes that each rank must send, and the time that this takes.
+"""Collectives: the bytes that each rank must send, and the time to send them.
 
     least_s        S / B x bus factor     the lower bound: bandwidth alone
     algorithm_s    steps x alpha + ...    a given algorithm: the alpha-beta model
 
-Legend: S bytes of the operation (for all-gather and reduce-scatter of all n shards together), B
+Legend: S bytes of the collective (all n shards together in all-gather and reduce-scatter), B
 bytes per second out of a rank, n ranks. Costs of algorithms: labkit/comm/collectives/costs.py.
 """
 
@@ -21,20 +21,20 @@ BUS_FACTORS = {
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the bytes that each rank (the root, for broadcast and
-    reduce) must send, over S. Not for "all_reduce_in_network": switches sum (SHARP) and ranks send
-    S. Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
+    """Bus bandwidth divided by algorithm bandwidth: the bytes that each rank (the root, for
+    broadcast and reduce) must send, divided by S; but for "all_reduce_in_network", ranks send S
+    (SHARP). Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:
         raise ValueError(
-            f"collective={collective!r} has no factor; choose one of {', '.join(BUS_FACTORS)}"
+            f"collective={collective!r} has no bus factor; choose one of {', '.join(BUS_FACTORS)}"
         )
     return BUS_FACTORS[collective](ranks)
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
     """The fewest seconds that `collective` can take with `bytes_per_s` out of each rank: S / B x
-    bus factor, with S bytes as above. Source: nccl-tests, doc/PERFORMANCE.md."""
+    bus factor, with S as above. Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -49,9 +49,9 @@ def algorithm_s(
     bytes_per_s: float,
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
-    """Seconds of a labkit algorithm, as in algorithm_s("all_reduce", "ring", 8, ...). `alpha_s`:
-    latency of a message; `reduced_bytes_per_s`: how fast a rank adds, infinite by default.
-    Source: Hockney's alpha-beta model; each algorithm's in its file, in labkit/comm/collectives/.
+    """Seconds that a labkit algorithm takes, as in algorithm_s("all_reduce", "ring", 8, ...).
+    `alpha_s`: latency per message; `reduced_bytes_per_s`: a rank's rate of adding, infinite by
+    default. Source: Hockney's alpha-beta model; algorithms: their files, labkit/comm/collectives/.
     Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 

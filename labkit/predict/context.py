@@ -1,21 +1,21 @@
-"""Context parallelism: the bytes that attention sends, and when the ring hides its messages.
+"""Context parallelism: the bytes that attention sends, and when compute hides the ring's messages.
 
               forward                          backward: the same again, and
     ring      (n-1) blocks of k and v          (n-1) blocks of their gradients, in fp32
     Ulysses   4 all-to-alls: q, k, v, out      nothing
 
-The ring computes with one block while the next travels. With zig-zag shards of L = s/n tokens the
-rank's h heads compute L²/2 scores in each step, each 4e FLOPs in forward (q kᵀ, then times v), and
-10e in backward (five matmuls); a block is 2 b g L e elements:
+The ring computes on one block while the next is in flight. With zig-zag shards of L = s/n tokens,
+each of h heads computes L²/2 scores per step, at 4e FLOPs in forward (q kᵀ, then times v) and 10e
+in backward (five matmuls); a block has 2 b g L e elements:
 
     computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
 so without latency the forward hides the messages if L is at least g₁ F g / (B h), for any head
-width and number of rows: twice the L of Liu et al., who have no causal mask. In backward the last
+width and number of rows: twice the L of Liu et al., who use no causal mask. In backward the last
 block's gradients, returning to their rank, are always exposed.
 
-Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes of an
-element, F FLOPs and B bytes per second, α the latency of a message.
+Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes per
+element, F FLOPs and B bytes per second, α latency per message.
 """
 
 import math
@@ -23,7 +23,7 @@ import math
 from labkit.predict.collectives import bus_factor
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative, check_positive
 
-FORWARD, BACKWARD = 2, 5  # matmuls for each score
+FORWARD, BACKWARD = 2, 5  # matmuls per score
 
 
 def ring_attention_bytes(
@@ -36,8 +36,8 @@ def ring_attention_bytes(
     backward: bool = False,
 ) -> int:
     """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`:
-    these again and n-1 blocks of gradients, in fp32, or k's dtype if wider. Source: Liu et al.,
-    arXiv 2310.01889, section 3; in labkit the gradients of a rank's own keys stay there."""
+    these blocks again and n-1 of gradients, in fp32, or k's dtype if wider. Source: Liu et al.,
+    arXiv 2310.01889, section 3; in labkit, a rank does not send its own keys' gradients."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -66,8 +66,8 @@ def ulysses_bytes(
 
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
-    """Scores of one rank and step with a zig-zag block of `block` tokens: half of all pairs, and
-    for its `own` block the rest of the diagonal. Source: arXiv 2407.21783, section 3.3.2."""
+    """Scores per rank and step with a zig-zag block of `block` tokens: half of all pairs, plus the
+    rest of the diagonal for its `own` block. Source: arXiv 2407.21783, section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
     return rows * heads * (block * (block + 1) if own else block * block) / 2
 
@@ -87,7 +87,7 @@ def ring_exposed_s(
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    previous block. `block`: tokens of a rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
+    previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
     arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
@@ -98,11 +98,11 @@ def ring_exposed_s(
     block_s = alpha_s + elements * element_bytes / bytes_per_s
     if ranks == 1:
         return 0.0
-    exposed_s = max(0.0, block_s - own_s)  # the first step; the last one has no block to send
+    exposed_s = max(0.0, block_s - own_s)  # the first step; the last step sends no block
     if not backward:
         return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    if ranks > 2:  # step 1 hides a block, the last step gradients, all others both
+    if ranks > 2:  # step 1 hides a block, the last step gradients, the steps between both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
     return exposed_s + gradient_s  # gradients returning to their rank

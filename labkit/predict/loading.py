@@ -1,11 +1,11 @@
-"""Run time of a model with weights that are loaded over a bus, block by block.
+"""Run time of a model whose weights are loaded over a bus, block by block.
 
     load, then run    sum of L + sum of C
     pipelined         L + (n - 1) max(L, C) + C          for n equal blocks, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times as a block computes
 
-L is a block's time on the bus, C its compute time. Pipelined, block k + ahead is loaded into the
-buffer of block k - 1 as soon as that has computed:
+L is a block's time on the bus, C its compute time. If pipelined, block k + ahead is loaded into
+the buffer of block k - 1 as soon as block k - 1 has computed:
 
     load k begins     when load k-1 is done, and block k-ahead-1 has computed
     block k begins    when load k is done, and block k-1 has computed
@@ -22,7 +22,7 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> float:
-    """Seconds if each layer is loaded and then computed, one after the other."""
+    """Seconds if all blocks are loaded before the first one computes."""
     _check(load_s, compute_s)
     return sum(load_s) + sum(compute_s)
 
@@ -30,11 +30,11 @@ def load_then_run_s(load_s: Sequence[float], compute_s: Sequence[float]) -> floa
 def pipelined_loading_s(
     load_s: Sequence[float], compute_s: Sequence[float], ahead: int = 1
 ) -> float:
-    """Seconds with blocks loaded `ahead` of the one that computes, in `ahead` + 1 buffers.
+    """Seconds if blocks are loaded `ahead` blocks before their compute, into `ahead` + 1 buffers.
 
     >>> pipelined_loading_s([2.0] * 4, [3.0] * 4)
     14.0
-    >>> pipelined_loading_s([1.0, 1.0, 5.0], [3.0, 3.0, 1.0], ahead=2)  # 10.0 with one ahead
+    >>> pipelined_loading_s([1.0, 1.0, 5.0], [3.0, 3.0, 1.0], ahead=2)  # 10.0 with ahead=1
     8.0
     """
     _check(load_s, compute_s)

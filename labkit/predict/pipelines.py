@@ -1,7 +1,7 @@
-"""Pipeline schedules in closed form: how long each stage is idle, and how much it holds.
+"""Pipeline schedules in closed form: idle time and memory per stage.
 
-    p stages, m micro-batches, v chunks of a stage; F and B seconds of forward and backward of one
-    micro-batch on one stage, all its chunks together
+    p stages, m micro-batches, v chunks per stage; F and B: seconds of a micro-batch's forward and
+    backward on one stage, over all its chunks
 
                          bubble                        micro-batches held at most (first stage)
     naive                m (p-1)(F+B)                  1
@@ -10,12 +10,12 @@
     interleaved 1F1B     (p-1)(F+B) / v                p (1 + (p-1)/(p v)),  v > 1
     ZB-H1                (p-1)(F+I-W)                  p
     ZB-H2                (p-1)(F+I-2W)                 2p - 1
-    PipeDream            (p-1)(F+B), not in each step  min(p, m)
+    PipeDream            (p-1)(F+B), once per run      min(p, m)
 
-ZB splits backward: I seconds for the input gradient, which the previous stage waits for, and W for
-the weight gradient. No W can fill the wait for the first I, after the first stage has run as many
-forwards as it may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the
-larger bubble. Assumptions: stages are equally fast, messages take no time.
+ZB splits backward into I seconds for the input gradient, on which the previous stage waits, and W
+for the weight gradient. No W can fill the first stage's wait for its first I after all forwards it
+may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the larger of both
+bubbles. Assumptions: stages are equally fast, messages take no time.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 @dataclass(frozen=True)
 class PipelineStep:
     """Forward and backward of all micro-batches through a pipeline, as one stage sees it. Never
-    compare the bubble over ideal time (as in the Megatron-LM paper) with that over total time."""
+    compare one schedule's `of_ideal` (the Megatron-LM paper's bubble) with another's `of_total`."""
 
     ideal_s: float  # computing
     bubble_s: float  # idle
@@ -38,17 +38,17 @@ class PipelineStep:
 
     @property
     def of_ideal(self) -> float:
-        """The bubble over the compute time, (p-1)/m for 1F1B."""
+        """The bubble divided by the compute time, (p-1)/m for 1F1B."""
         return self.bubble_s / self.ideal_s if self.ideal_s else 0.0
 
     @property
     def of_total(self) -> float:
-        """The bubble over the whole step, (p-1)/(m+p-1) for 1F1B."""
+        """The bubble divided by the step time, (p-1)/(m+p-1) for 1F1B."""
         return self.bubble_s / self.step_s if self.step_s else 0.0
 
 
 def naive(stages: int, microbatches: int, forward_s: float, backward_s: float) -> PipelineStep:
-    """Each micro-batch alone through all stages and back. Source: arXiv 1811.06965, figure 2b.
+    """One micro-batch at a time, through all stages and back. Source: arXiv 1811.06965, figure 2b.
 
     >>> naive(stages=4, microbatches=8, forward_s=1, backward_s=2).of_total
     0.75
@@ -82,7 +82,7 @@ def interleaved(
 ) -> PipelineStep:
     """1F1B with `chunks` model chunks per stage: a bubble 1/v as long, v times the messages, more
     memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv 2205.05198, section 4.2. Raises
-    ValueError if micro-batches do not divide over stages."""
+    ValueError if `microbatches` is not divisible by `stages`."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -95,8 +95,8 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream: 1F1B's bubble once in a training run of `microbatches`, as it never flushes; one
-    weight version per micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
+    """PipeDream never flushes: 1F1B's bubble once per training run of `microbatches`, and a weight
+    version for each micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
     arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
@@ -128,7 +128,7 @@ def zero_bubble_h2(
 def _zero_bubble(
     stages: int, microbatches: int, each_s: float, peak: int, **parts_s: float
 ) -> PipelineStep:
-    """`each_s`: the bubble that each stage after the first adds; `parts_s` of a micro-batch."""
+    """`each_s`: the bubble that each stage after the first adds; `parts_s`: per micro-batch."""
     check_counts(stages=stages, microbatches=microbatches)
     check_not_negative(**parts_s)
     if microbatches < peak:

@@ -2,7 +2,7 @@
 
 
 def check_counts(**counts: int) -> None:
-    """Raises ValueError for a count that is not a whole number, or below 1."""
+    """Raises ValueError for a count that is not a whole number or is below 1."""
     for name, number in counts.items():
         if isinstance(number, bool) or not number >= 1 or number % 1:
             raise ValueError(f"{name}={number}: give a whole number, 1 or more")
@@ -26,6 +26,6 @@ def check_divides(what: str, number: int, over: str, parts: int) -> None:
     """Raises ValueError unless `parts` divides `number`."""
     if number % parts:
         raise ValueError(
-            f"{what}={number} does not divide over {over}={parts}; "
+            f"{what}={number} is not divisible by {over}={parts}; "
             f"choose a {over} that divides {number}"
         )

@@ -1,12 +1,12 @@
 """Model states: parameters, gradients and optimizer state that one rank holds.
 
                  parameters    gradients    optimizer
-    stage 0      2             2            K                data parallelism, all on every rank
+    stage 0      2             2            K                data parallelism: all states replicated
     stage 1      2             2            K / n            optimizer state sharded
     stage 2      2             2 / n        K / n            gradients, too
     stage 3      2 / n         2 / n        K / n            parameters, too
 
-Bytes per parameter, over n data-parallel ranks, for Adam in mixed precision: 16-bit parameters and
+Bytes per parameter, with n data-parallel ranks, for Adam in mixed precision: 16-bit parameters and
 gradients, and K = 12 for the fp32 master copy and two moments.
 """
 
@@ -34,7 +34,7 @@ def model_state_bytes(
     sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, at `per_parameter`
     bytes each. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor),
     unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
-    1, Table 1. Raises ValueError for another stage.
+    1, Table 1. Raises ValueError for any other stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

@@ -1,7 +1,7 @@
 """The time of one data-parallel step, and how well it uses the machine.
 
-DDP sends each of k equal buckets once it is full and the previous one is sent. Forward F, backward
-B and communication C take F + max(B + C/k, B/k + C): F + B + C for k = 1, F + max(B, C) at best.
+DDP sends each of k equal buckets once full, after the previous one. With forward F, backward B and
+communication C, a step takes F + max(B + C/k, B/k + C): F + B + C if k = 1, at best F + max(B, C).
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
     link                 [    send 0    ][    send 1    ][    send 2    ]      each C/k
@@ -11,7 +11,7 @@ from labkit.predict.sizes import check_counts, check_not_negative, check_positiv
 
 
 def compute_s(flops: float, flops_per_s: float, ranks: int = 1) -> float:
-    """Seconds to compute `flops` on `ranks` of `flops_per_s` each.
+    """Seconds to compute `flops` on `ranks` ranks of `flops_per_s` each.
 
     >>> compute_s(flops=6e15, flops_per_s=150e12, ranks=8)
     5.0
@@ -29,10 +29,10 @@ def ddp_step_s(
     buckets: int = 1,
     optimizer_s: float = 0.0,
 ) -> float:
-    """Seconds of a DDP step that sends `buckets` during backward, of equal bytes and fill times (in
-    a real model the embedding's bucket is large and last: use a replay). `communication_s`: of all
-    gradients together, with the latency of every bucket. Source: the overlap of Li et al., arXiv
-    2006.15704, section 3.2.3; a flow shop of two machines and equal jobs (Johnson, 1954)."""
+    """Seconds of a DDP step that sends `buckets` of equal bytes and fill times during backward (in
+    a real model the embedding's bucket is large and last: use a replay). `communication_s`: sum of
+    all buckets, with latencies. Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3;
+    a flow shop of two machines and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)
@@ -48,11 +48,11 @@ def ddp_step_without_overlap_s(
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
-    """Model FLOPs utilization, 0 to 1: the model's FLOPs over those the devices could do. `flops`:
-    of one step of all ranks, `step_flops(...)` for the whole batch, without `recompute` and `flash`
-    (with them: hardware utilization, like the 52 % in arXiv 2104.04473). `peak_flops_per_s`: of one
-    device, dense, for the dtype of the computation. Source: Chowdhery et al., "PaLM", arXiv
-    2204.02311, section 4.1 and appendix B."""
+    """Model FLOPs utilization, 0 to 1: the model's FLOPs divided by those possible at peak.
+    `flops`: of one step on all ranks, `step_flops(...)` for the whole batch, without `recompute`
+    and `flash` (with both: hardware utilization, like the 52 % in arXiv 2104.04473).
+    `peak_flops_per_s`: of one device, dense, for the dtype of the computation. Source: Chowdhery et
+    al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)
     check_positive(step_s=step_s, peak_flops_per_s=peak_flops_per_s)
     check_counts(ranks=ranks)

@@ -17,7 +17,7 @@ UNITS = {"bytes", "gb", "s", "ms", "flops"}
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under heads, aligned in a terminal and as HTML in a notebook."""
+    """Rows of text under headers, aligned in a terminal and as HTML in a notebook."""
 
     heads: tuple[str, ...]
     rows: list[tuple[str, ...]]
@@ -68,13 +68,13 @@ def label(name: str) -> str:
 
 
 def in_full(number: Number) -> str:
-    """With commas and all digits, and a whole float without ".0"."""
+    """Format with commas and all digits; a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 
 
 def rounded(number: Number) -> str:
-    """As `in_full`, but fractions rounded to four digits."""
+    """As `in_full`, but with fractions rounded to four digits."""
     if isinstance(number, int) or number.is_integer():
         return in_full(number)
     return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"
@@ -93,6 +93,6 @@ def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
     ):
         return "✓ equal"
     if not reference:
-        return ""  # nothing is a multiple of 0
+        return ""  # no ratio to 0
     ratios = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
     return f"{', '.join(ratios)} the {first}".replace("_", " ")

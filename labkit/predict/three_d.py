@@ -1,23 +1,23 @@
 """The bytes that each axis of a mesh carries in one training step of a GPT: Mesh(pp=, dp=, tp=).
 
-    x has S = b s w g bytes, over all m micro-batches of one replica, b rows. One rank sends
+    x has S = b s w g bytes, over all m micro-batches of one replica (b rows). One rank sends
 
     tensor      each block   8 (t-1)/t S    10 with sequence parallelism   + 2 to 4 if recomputed
                 embedding    2              2
                 head         2              3         + V/w if it gathers the logits
                 sequence parallelism all-reduces the gradients of norms, biases and positions, too
-    pipeline    over each boundary S forward and S back; S/t with sequence parallelism, or with
-                scatter/gather, which gathers (t-1)/t S over tensor
+    pipeline    per boundary, S forward and S back; S/t with sequence parallelism, or with
+                scatter/gather, which then gathers (t-1)/t S over tensor
     data        G bytes of gradients, for 1/t of the stage:     DDP, ZeRO-1   2 (d-1)/d G
                                                                 ZeRO-2    (m+1) (d-1)/d G
                                                                 ZeRO-3       3m (d-1)/d G
     embedding   if tied, on the first and last stage: V w g / t; with ZeRO, 1/d of that
 
-Legend: s positions, w width, g bytes of an element, V the vocabulary rounded up to t parts; d, t
-ranks of the axes. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline b s h; tensor
-8 b s h (t-1)/t a layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv 2205.05198, section
-4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7 (gradients (2) and weights (3) travel for
-each micro-batch, as in labkit's pipeline); embedding groups: Megatron-LM.
+Legend: s positions, w width, g bytes per element, V the vocabulary rounded up to a multiple of t; d
+and t: data and tensor ranks. Sources: Narayanan et al., arXiv 2104.04473, section 3.2 (pipeline
+b s h; tensor 8 b s h (t-1)/t per layer) and 4.1 (scatter/gather); Korthikanti et al., arXiv
+2205.05198, section 4.2.2; Rajbhandari et al., arXiv 1910.02054, section 7 (ZeRO-2 sends gradients,
+ZeRO-3 weights per micro-batch, as in labkit's pipeline); embedding groups: Megatron-LM.
 """
 
 from labkit.events import chunk_sizes
@@ -50,20 +50,20 @@ def bytes_by_axis(
     key_width: int | None = None,
     element_bytes: int = 2,
 ) -> list[dict[str, float]]:
-    """Bus bytes that each stage sends along each axis in a step, the mean of its ranks.
+    """Bus bytes that each stage sends along each axis in a step, averaged over its ranks.
 
     Args:
-        rows, sequence: the batch of one replica, all its micro-batches: the global batch / dp.
-        chunks: of each stage; blocks are split over pp * chunks, a remainder goes to the first.
-        zero: 0 for DDP, or the stage of ZeRO over dp.
+        rows, sequence: one replica's batch over all micro-batches: the global batch / dp.
+        chunks: per stage; blocks are split over pp * chunks, and the first get the remainder.
+        zero: 0 for DDP, or the ZeRO stage over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
         scatter_gather: see above; no effect with sequence parallelism.
-        key_width: of the GPT's keys; `width` by default.
+        key_width: width of the GPT's keys; `width` by default.
         element_bytes: of activations, weights and gradients, as sent.
 
     ZeRO pads each bucket to dp equal shares: counted per block in stage 3, else as if a rank's
-    parameters were one bucket. Omits the scalars of clipping and of a loss scaler.
+    parameters were one bucket. Omits the scalars sent for clipping and loss scaling.
 
     >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)
     >>> gpt3 = bytes_by_axis(**gpt, rows=96, sequence=2048, microbatches=96, pp=8, dp=16, tp=8)
@@ -86,7 +86,7 @@ def bytes_by_axis(
     is_sharded = sequence_parallel and tp > 1  # x, by positions
     scatters = scatter_gather and not is_sharded
     blocks = chunk_sizes(depth, pp * chunks)
-    # Halves of all-reduces of x in a block: gathers and scatters count once, all-reduces twice.
+    # Half all-reduces of x per block: gathers and scatters count once, all-reduces twice.
     again = (4 if dropout else 2 + is_sharded) if recompute else 0
     halves = (10 if is_sharded else 8) + again
     sent = []
@@ -103,7 +103,7 @@ def bytes_by_axis(
             elements = 6 * width * own_blocks + first * context * width + last * 2 * width
             tensor += 2 * microbatches * elements * element_bytes
 
-        # The matrices and their columns' biases are sharded, norms, biases of `out` and `down` not.
+        # Matrices and their columns' biases are sharded; norms, biases of `out` and `down` are not.
         matrices = 10 * width**2 + 2 * width * keys
         own = [table, context * width] if first else []
         own += [(matrices + 5 * width + 2 * keys) // tp + 6 * width] * own_blocks

@@ -6,9 +6,9 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. Backward takes two matmuls for each: the gradients of its input and of
-its matrix. Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in
-full, as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
+and the head 2 b s w V once. For each matmul, backward runs two, for the gradients of its input and
+matrix. Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full,
+as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """
 
 from labkit.predict.sizes import check_counts, check_divides, check_not_negative
@@ -82,7 +82,7 @@ def step_flops(
     recompute: bool = False,
 ) -> int:
     """FLOPs of forward and backward for `rows` sequences, as MFU counts them: three times the
-    forward. A machine may compute more. `flash`: an attention kernel without stored scores, as
+    forward. A machine may compute more. `flash`: an attention kernel without stored scores, like
     labkit.GPT's, computes q kᵀ again, 2 b s² w per layer. `recompute`: full recomputation, so 96
     instead of 72 b s depth w². Source: arXiv 2104.04473, appendix (with recompute, equation 3);
     Kaplan, arXiv 2001.08361, section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
@@ -95,9 +95,9 @@ def step_flops(
 
 
 def dense_flops(parameters: float, tokens: float) -> float:
-    """6 N D: FLOPs to train N parameters on D tokens, without attention's core. N from `parameters`
-    also counts positions, biases and norms, which are in no matmul. Source: Kaplan et al., arXiv
-    2001.08361, section 2.1."""
+    """6 N D: FLOPs to train N parameters on D tokens, without the attention core. N from
+    `parameters` also counts positions, biases and norms, which are in no matmul. Source: Kaplan et
+    al., arXiv 2001.08361, section 2.1."""
     check_not_negative(parameters=parameters, tokens=tokens)
     return 6 * parameters * tokens
 

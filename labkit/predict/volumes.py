@@ -5,9 +5,9 @@
               sequence parallel, keeps shards       10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
-Legend: w width, l layers, k layers of a stage, b rows (all micro-batches of the step together), s
-positions, P about 12 l w² parameters, g bytes of an element; n and t ranks. Data and tensor are
-what one rank sends (`bus_bytes`); pipeline is what all stages send.
+Legend: w width, l layers, k layers per stage, b rows (all micro-batches of the step together), s
+positions, P about 12 l w² parameters, g bytes per element; n and t ranks. The data and tensor rows
+count bytes per rank (`bus_bytes`), the pipeline row the bytes of all stages.
 """
 
 from labkit.predict.collectives import bus_factor
@@ -16,7 +16,7 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 def data_parallel_bytes(parameters: float, ranks: int, element_bytes: int = 4) -> float:
     """Bytes that one rank sends in a step to average `parameters` gradients over `ranks`; ZeRO
-    stage 3 sends half as much again, the other stages the same. Source: Li et al., arXiv
+    stage 3 sends 1.5 times that, other stages the same. Source: Li et al., arXiv
     2006.15704, section 3; for ZeRO, arXiv 1910.02054, section 7."""
     check_not_negative(parameters=parameters)
     check_counts(element_bytes=element_bytes)
@@ -38,11 +38,11 @@ def tensor_parallel_bytes(
     (`vocab_parallel_bytes`). In units of (t-1)/t b s w elements per layer, half an all-reduce:
 
         tensor parallel      8     two all-reduces of x in forward, two in backward
-        sequence parallel   10     each as a reduce-scatter and an all-gather; two inputs kept as
-                                   shards, gathered again in backward
+        sequence parallel   10     each split into reduce-scatter and all-gather; two inputs kept
+                                   as shards, and gathered again in backward
                              8     with `kept_whole`: no inputs kept as shards
-        full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor it
-                                   needs, which saves the last collective if there is no dropout
+        full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor that
+                                   backward needs, saving the last collective if without dropout
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; Narayanan et al.,
     arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
@@ -94,8 +94,8 @@ def pipeline_parallel_bytes(
     layers_per_stage: int,
     element_bytes: int = 2,
 ) -> int:
-    """Bytes that all stages send in a step with `rows` in all its micro-batches: x and its
-    gradient at each of the depth / layers_per_stage - 1 cuts. If interleaved, pass the layers of a
+    """Bytes that all stages send in a step with `rows` over all micro-batches: x and its
+    gradient at each of the depth / layers_per_stage - 1 cuts. If interleaved, pass the layers per
     chunk. Source: Narayanan et al., arXiv 2104.04473, sections 3.2 and 2.2.2 (chunks)."""
     check_counts(depth=depth, layers_per_stage=layers_per_stage)
     check_divides("depth", depth, "layers_per_stage", layers_per_stage)

@@ -241,7 +241,7 @@ BUILT: dict[str, Callable[[], Made]] = {
     ("after a step", "one layer", "this model has no second.weight, second.bias"),
     ("after a step", "wider", "first.weight is [6, 4] in the checkpoint and [7, 4] here"),
     ("after a step", "wider", "first.bias is [6] in the checkpoint and [7] here"),
-    ("after a step", "SGD", "another optimizer: it had amsgrad, betas"),
+    ("after a step", "SGD", "a different optimizer: it had amsgrad, betas"),
     ("after a step", "second layer frozen", "this optimizer has no second.bias, second.weight"),
     ("after a step", "wider on rank 0", "different models: parameter 0 is first.weight"),
     ("weights alone", "plain", "optimizer=None"),

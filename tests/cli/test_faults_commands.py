@@ -154,7 +154,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     f"{PLAN} --zero 3": "zero=3: choose 0 or 1",
     f"{PLAN} --fits --largest": "give one of them",
     "plan --width 100 --cluster selene --batch 64": "needs --depth and --heads",
-    f"{SIZES} --width 100 --depth 4 --heads 3": "does not divide over heads=3",
+    f"{SIZES} --width 100 --depth 4 --heads 3": "is not divisible by heads=3",
     "plan --cluster selene --batch 64": "no model; give --model",
     "bench pipeline --microbatches 3": "3 micro-batches of 16 rows differ in size",
     "bench pipeline --only 1f1b --microbatches 2": "2 micro-batches: torch needs 4 or more",

@@ -146,7 +146,7 @@ def test_that_of_plain_attention_is_not() -> None:
 
 test_shapes_that_do_not_fit_are_refused = refusals(
     lambda shapes: flash(*(torch.zeros(shape) for shape in shapes)),
-    (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), "4 heads do not divide over 3"),
+    (((2, 4, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)), "4 heads are not divisible by 3"),
     (((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 6, 8)), "do not fit together"),
     (((2, 4, 5, 8), (1, 4, 5, 8), (1, 4, 5, 8)), "do not fit together"),
     (((2, 4, 5, 8), (2, 4, 5, 6), (2, 4, 5, 6)), "do not fit together"),

@@ -61,8 +61,8 @@ def test_gpt3_is_counted_on_the_meta_device() -> None:
 
 test_sizes_that_do_not_fit_are_refused = refusals(
     lambda changes: GPT.preset("tiny", **changes),
-    ({"heads": 5}, "width 12 does not divide into 5 heads"),
-    ({"kv_heads": 3}, "4 query heads do not divide over 3 key-value heads"),
+    ({"heads": 5}, "width 12 is not divisible by 5 heads"),
+    ({"kv_heads": 3}, "4 query heads are not divisible by 3 key-value heads"),
     ({"kv_heads": 0}, "kv_heads=0"),
     ({"depth": 0}, "depth=0"),
     ({"vocab": -1}, "vocab=-1"),

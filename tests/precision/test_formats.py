@@ -258,11 +258,11 @@ def test_a_nan_has_many_patterns_and_one_is_made():
 def test_what_cannot_be_is_refused():
     fp16, mine = FORMATS["fp16"], Format("mine", 11, 20)
     raises("choose one of binary128, x87", format_of, "half")
-    raises("0x100 is not a bit pattern of e4m3: it has 8 bits", FORMATS["e4m3"].decode, 256)
-    raises("fp16 has no step at inf: its numbers end at 6.55e", fp16.ulp, math.inf)
-    raises("fp16 has no step at 70000", fp16.ulp, 70000)
+    raises("0x100 is not a bit pattern of e4m3, which has 8 bits", FORMATS["e4m3"].decode, 256)
+    raises("fp16 has no ulp at inf: its largest number is 6.55e", fp16.ulp, math.inf)
+    raises("fp16 has no ulp at 70000", fp16.ulp, 70000)
     raises("use at least 2 and 1", Format, "mine", 1, 4)
-    raises("only floating-point tensors", rounded, torch.arange(3), "fp16")
+    raises("expected floating-point elements", rounded, torch.arange(3), "fp16")
     too_fine = "mine has 11 exponent bits, and its steps may be too"
     raises(too_fine, rounded, torch.ones(3), mine)
 
@@ -367,4 +367,4 @@ def test_blocks_of_zeros_and_of_tiny_numbers():
     assert torch.equal(Int8Blocks(4).rounded(tiny), tiny)
     assert Int8Blocks(4).rounded(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.bfloat16
     raises("at least 1 element", Int8Blocks, 0)
-    raises("only floating-point tensors", Int8Blocks(4).encode, torch.arange(4))
+    raises("expected floating-point elements", Int8Blocks(4).encode, torch.arange(4))

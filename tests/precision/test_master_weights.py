@@ -138,7 +138,7 @@ def test_its_state_is_loaded_into_another_run() -> None:
     assert torch.equal(module.weight, other.weight)
     optimizer.param_groups[0]["lr"] = 0.7  # as a scheduler does after the last step
     assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.7
-    with pytest.raises(ValueError, match="this state is from an optimizer with another model"):
+    with pytest.raises(ValueError, match="this state is from an optimizer with a different model"):
         MasterWeights(nn.Linear(2, 2).half().parameters(), torch.optim.Adam).load_state_dict(saved)
     raises("added later", resumed.add_param_group, {"params": [nn.Parameter(torch.ones(1))]})
 

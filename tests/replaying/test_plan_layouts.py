@@ -79,7 +79,7 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
         "sequence=True: 7 positions are not divisible by tp",
     ),
-    ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 does not divide over heads=3"),
+    ({"sizes": replace(ODD, width=100, heads=3)}, "width=100 is not divisible by heads=3"),
 )
 
 

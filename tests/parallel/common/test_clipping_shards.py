@@ -174,4 +174,4 @@ def test_a_scaler_over_the_replicas_alone_is_refused() -> None:
         model, optimizer = built(strategy, mesh, SGD)
         scaler = GradScaler(comm=mesh.dp)
         scaler.scale(loss_of(model, 0, mesh.dp)).backward()
-        raises("are cut over ranks .* with a comm of all", scaler.step, optimizer)
+        raises("are sharded over ranks .* with a comm of all these ranks", scaler.step, optimizer)

@@ -97,12 +97,12 @@ def _zero(stage: int) -> Recipe:
 def _heads_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     for count, what in ((model.heads, "heads"), (model.kv_heads, "key-value heads")):
         if count % ranks:
-            return f"{count} {what} do not divide over {ranks} ranks"
+            return f"{count} {what} cannot be split evenly over {ranks} ranks"
     return ""
 
 
 def _sequence_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
-    uneven = f"{length} tokens do not divide over {ranks} ranks" if length % ranks else ""
+    uneven = f"{length} tokens cannot be split evenly over {ranks} ranks" if length % ranks else ""
     return _heads_problem(model, rows, length, ranks) or uneven
 
 
@@ -124,7 +124,7 @@ def held_bytes(module: Any, size: int) -> dict[Tensor, int]:
 
 def _chunks_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     uneven = ranks > 1 and length % (2 * ranks)
-    return f"{length} tokens do not divide into {2 * ranks} equal chunks" if uneven else ""
+    return f"{length} tokens cannot be split into {2 * ranks} equal chunks" if uneven else ""
 
 
 def _context_footprint(module: GPT, size: int, tokens: int) -> Footprint:
@@ -208,7 +208,7 @@ def _mesh_footprint(
 def _three_d_problem(model: GPT, rows: int, length: int, ranks: int) -> str:
     sizes = mesh_sizes(ranks)
     if rows % sizes["dp"]:
-        return f"{rows} rows do not divide over {sizes['dp']} replicas"
+        return f"{rows} rows cannot be split evenly over {sizes['dp']} replicas"
     local = model, rows // sizes["dp"], length
     return _heads_problem(*local, sizes["tp"]) or _stages_problem(*local, sizes["pp"])
 

@@ -159,7 +159,7 @@ class PlanView(PictureWidget):
             if _axes(large.layout) == asked:
                 return self._planned.why(large.layout)
         tp, pp, b = asked
-        return f"tp {tp} · pp {pp} · b {b} is not a layout: they do not divide the ranks and rows"
+        return f"tp {tp} · pp {pp} · b {b} is not a layout: ranks or rows are not divisible"
 
 
 def _axes(layout: Layout) -> tuple[int, int, int]:

@@ -50,7 +50,7 @@ def test_compare_proves_equality_and_draws(tmp_path: Path) -> None:
         assert trace.complete and broken_laws(trace) == []
         assert trace.about["predicted"]["bus_bytes"] == (0 if name == "single" else 4 / 3 * P_BYTES)
     assert "Warning" not in done.stderr
-    assert "tensor is skipped: 4 heads do not divide over 3 ranks" in done.stdout
+    assert "tensor is skipped: 4 heads cannot be split evenly over 3 ranks" in done.stdout
 
 
 def test_compare_takes_one_of_each_family_or_all(

@@ -22,8 +22,8 @@ def test_one_rank_takes_any_length_and_heads(name: str) -> None:
 def test_key_value_heads_divide_too() -> None:
     for name in ("tensor", "sequence"):
         assert unfit(name, 16, 2) == ""
-        assert unfit(name, 16, 4) == "2 key-value heads do not divide over 4 ranks"
-        assert unfit(name, 15, 3) == "4 heads do not divide over 3 ranks"
+        assert unfit(name, 16, 4) == "2 key-value heads cannot be split evenly over 4 ranks"
+        assert unfit(name, 15, 3) == "4 heads cannot be split evenly over 3 ranks"
     assert unfit("context", 16, 4) == "", "the ring takes any heads"
 
 
@@ -35,15 +35,15 @@ def test_three_dimensions_share_the_ranks() -> None:
     }  # fmt: skip
     assert unfit("three-d", 16, 2) == ""
     assert unfit("three-d", 16, 4) == "1 blocks are too few for 2 stages"
-    assert unfit("three-d", 16, 3) == "4 heads do not divide over 3 ranks"
-    assert unfit("three-d", 16, 12) == "8 rows do not divide over 3 replicas"
+    assert unfit("three-d", 16, 3) == "4 heads cannot be split evenly over 3 ranks"
+    assert unfit("three-d", 16, 12) == "8 rows cannot be split evenly over 3 replicas"
 
 
 def test_a_sequence_divides() -> None:
-    assert unfit("sequence", 15, 2) == "15 tokens do not divide over 2 ranks"
+    assert unfit("sequence", 15, 2) == "15 tokens cannot be split evenly over 2 ranks"
     assert unfit("tensor", 15, 2) == "", "tokens stay whole"
-    assert unfit("context", 15, 2) == "15 tokens do not divide into 4 equal chunks"
-    assert unfit("context", 18, 2) == "18 tokens do not divide into 4 equal chunks"
+    assert unfit("context", 15, 2) == "15 tokens cannot be split into 4 equal chunks"
+    assert unfit("context", 18, 2) == "18 tokens cannot be split into 4 equal chunks"
 
 
 def test_gradients_of_frozen_parameters_are_not_summed_over_a_sequence() -> None:

@@ -173,7 +173,7 @@ def why_invalid(candidate: Candidate) -> str:
             return str(error)
         m = layout.microbatches(rows)
         return (
-            f"the sizes do not divide: {layout.tp} x {layout.pp} x {layout.dp} ranks on {gpus} "
+            f"the sizes do not match: {layout.tp} x {layout.pp} x {layout.dp} ranks on {gpus} "
             f"GPUs, {sizes.heads} heads over tp {layout.tp}, {sizes.depth} blocks over {layout.pp} "
             f"stages of {layout.chunks} chunks, {rows} rows over {layout.dp} replicas with "
             f"micro-batches of {layout.microbatch}, {m} micro-batches for {layout.pp} stages"

@@ -104,7 +104,7 @@ mfu_only: two numbers: (mfu, days)
 # ---- can_run(sizes, layout, gpus, global_batch, layer_bytes, budget_bytes)
 
 Solution("18.can_run").slips("""
-any_number_of_ranks: expected: False: the sizes do not divide
+any_number_of_ranks: expected: False: the sizes do not match
     layout.ranks != gpus or ->
 any_heads: 24 heads are not divisible by 16
     or sizes.heads % layout.tp ->

@@ -76,7 +76,7 @@ def equal(
     """Compare one value per rank; fail at the first rank that differs.
 
     Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
-    `what` is the verb in "rank 1 returned 6.0, but 1.5 is right"; `within`: the allowed difference,
+    `what` is the verb in "rank 1 returned 6.0; expected 1.5"; `within`: the allowed difference,
     relative and absolute (integers must be equal); `hint` is for values of the right type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
@@ -138,40 +138,40 @@ def difference(found: Any, right: Any, within: float) -> str:
         return _tensor_difference(found, right, within)
     if isinstance(right, (tuple, list)):
         if not isinstance(found, (tuple, list)):
-            return f"{kind(found)}, but {kind(right)} is right"
+            return f"{kind(found)}; expected {kind(right)}"
         if len(found) != len(right):
-            return f"{len(found)} values, but {len(right)} are right"
+            return f"{kind(found)} of length {len(found)}; expected length {len(right)}"
         for i, (value, expected) in enumerate(zip(found, right)):
             if problem := difference(value, expected, within):
                 short = max(len(repr(found)), len(repr(right))) <= 40
-                whole = f"{found!r}, but {right!r} is right"
+                whole = f"{found!r}; expected {right!r}"
                 return whole if short else f"{problem} (at place {i})"
         return ""
     found = plain(found)
     if isinstance(right, (int, float)) and not isinstance(right, bool):
         if not isinstance(found, (int, float)):
-            return f"{kind(found)}, but a number is right"
+            return f"{kind(found)}; expected a number"
         exact = isinstance(right, int) and isinstance(found, int)
         close = found == right if exact else abs(found - right) <= within * max(1, abs(right))
     else:
         close = found == right
-    return "" if close else f"{brief(found)}, but {brief(right)} is right"
+    return "" if close else f"{brief(found)}; expected {brief(right)}"
 
 
 def _tensor_difference(found: Any, right: torch.Tensor, within: float) -> str:
     if not isinstance(found, torch.Tensor):
-        return f"{kind(found)}, but a tensor of shape {tuple(right.shape)} is right"
+        return f"{kind(found)}; expected a tensor of shape {tuple(right.shape)}"
     if found.shape != right.shape:
-        return f"a tensor of shape {tuple(found.shape)}, but {tuple(right.shape)} is right"
+        return f"a tensor of shape {tuple(found.shape)}; expected {tuple(right.shape)}"
     if found.dtype != right.dtype:
-        return f"a tensor of {found.dtype}, but {right.dtype} is right"
+        return f"a tensor of {found.dtype}; expected {right.dtype}"
     wrong = ~torch.isclose(found.double(), right.double(), rtol=within, atol=within, equal_nan=True)
     if not wrong.any():
         return ""
     place = tuple(wrong.nonzero()[0].tolist())
     return (
         f"a tensor that differs in {int(wrong.sum())} of {wrong.numel()} elements: element "
-        f"{list(place)} is {found[place].item():g}, but {right[place].item():g} is right"
+        f"{list(place)} is {found[place].item():g}; expected {right[place].item():g}"
     )
 
 

@@ -36,8 +36,8 @@ CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at once
 
 class MasterWeights(ShadowOptimizer):
     """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on wider ones
-    directly; `params`: parameters, parameter groups or named parameters. Writes to the model update
-    the masters unless they bypass autograd (`p.data`): write under `torch.no_grad()`.
+    directly; `params`: parameters, parameter groups or named parameters. A write to the model
+    updates the masters unless it bypasses autograd (`p.data`): write under `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """

@@ -5,7 +5,7 @@
     promote   inputs of mixed dtypes are cast to the widest
     others    run in their input dtypes: gelu, dropout, reshape, indexing
 
-The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Differences:
+The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). They differ:
 
     op                                    cpu             cuda
     softmax, log_softmax                  input dtype     fp32

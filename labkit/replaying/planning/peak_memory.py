@@ -2,7 +2,7 @@
 
     states        2 + 2 + 12 bytes per parameter; ZeRO shards the 12 over dp
     in flight     kept by the layers per micro-batch, from its forward to its backward
-    working       temporary peak of a layer or the optimizer, as for logits or a recomputed block
+    working       temporary peak of a layer or the optimizer, e.g. logits or a recomputed block
     messages      one being sent and one received early
     tied          a second copy of ZeRO's tied-embedding gradient shard, on both end stages
 
@@ -29,7 +29,7 @@ PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, OTHER = map(
 
 Held = np.ndarray  # bytes by category: [len(CATEGORIES)]
 InFlight = tuple[tuple[int, tuple[int, ...]], ...]
-"""(working chunk, micro-batches in flight per chunk of the stage), at the maximum of their sum. The
+"""Per working chunk: (chunk, micro-batches in flight per chunk when their total peaks). The
 micro-batch in progress is not counted."""
 
 

@@ -5,7 +5,7 @@ from answers import Solution, wrong
 # ---- average(comm, value)
 
 Solution("00.average").slips("""
-forgets_to_divide: rank 0 returned -2.75, but -1.375 is right
+forgets_to_divide: rank 0 returned -2.75; expected -1.375
     x.item() / comm.size -> x.item()
 forgets_to_return: rank 0 returned None
     return x.item() -> x.item()
@@ -13,10 +13,10 @@ rank_0_skips_the_collective: the ranks hang: rank 0 returned without calling wha
     comm.all_reduce(x) -> if comm.rank > 0: comm.all_reduce(x)
 ranks_disagree_on_the_shape: the ranks disagree about collective
     [value] -> [value] * (comm.rank + 1)
-takes_half_of_the_largest: returned 0.25, but -1.375 is right
+takes_half_of_the_largest: returned 0.25; expected -1.375
     comm.all_reduce(x) -> comm.all_reduce(x, op="max")
     / comm.size -> / 2
-truncates_to_int: but -1.375 is right
+truncates_to_int: expected -1.375
     [value] -> [int(value)]
 passes_a_number: only tensors can be sent, not a float; wrap it: torch.tensor([value])
     comm.all_reduce(x) -> comm.all_reduce(value)
@@ -45,7 +45,7 @@ does_not_wait_for_its_send: rank 0 returns before its send has completed
     comm.recv ->
         comm.isend(x, partner)
         comm.recv
-receives_into_x: element [0] is 0, but 1 is right
+receives_into_x: element [0] is 0; expected 1
     theirs = torch.empty_like(x) -> theirs = x
 computes_a_wrong_partner: rank 2 raised ValueError: rank 5 is not in this group of 4
     partner = comm.rank ^ 1 -> partner = comm.rank ^ 1 if comm.rank < 2 else comm.rank ^ 7
@@ -104,9 +104,9 @@ def hardcodes_four_ranks(comm, x):
 # ---- find_max(comm, values)
 
 Solution("00.find_max").slips("""
-uses_its_own_values_only: rank 1 returned (1, 472), but (0, 393) is right
+uses_its_own_values_only: rank 1 returned (1, 472); expected (0, 393)
     return (comm.rank, int(values.argmax()))
-returns_the_value: rank 0 returned a float, but a tuple is right
+returns_the_value: rank 0 returned a float; expected a tuple
     return winner, index.item() -> return torch.cat(largest).max().item()
 sends_half_precision: the two largest values are adjacent in float32
     values.max() -> values.max().half()

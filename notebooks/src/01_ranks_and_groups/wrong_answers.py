@@ -83,9 +83,9 @@ def compares_bytes_with_a_number(store, rank, size, name):
 Solution("01.totals").slips("""
 agrees_on_no_number_of_rounds: the ranks hang: rank 1 returned without calling what rank 0 waits for
     comm.all_reduce(rounds, op="max") -> pass
-stops_with_the_shortest: rank 0 returned 1 values, but 3 are right
+stops_with_the_shortest: rank 0 returned a list of length 1; expected length 3
     op="max" -> op="min"
-repeats_the_last: but [11.0, 2.0, 3.0] is right
+repeats_the_last: expected [11.0, 2.0, 3.0]
     batches[i] if i < len(batches) else torch.zeros(1) -> batches[min(i, len(batches) - 1)].clone()
 uses_the_return_value: comm.all_reduce works in place and returns None
     comm.all_reduce(rounds -> rounds = comm.all_reduce(rounds

@@ -65,7 +65,7 @@ begins_with_the_first_push: with order=[1, 2, 3, 1, 2, 3], your function returne
     pulled.get(worker, 0) -> pulled.get(worker, version)
 yields_each_staleness: your function has a `yield`
     found.append(version - pulled.get(worker, 0)) -> yield version - pulled.get(worker, 0)
-forgets_to_return: returned None, but a list is right
+forgets_to_return: returned None; expected a list
     return found -> found
 """)
 

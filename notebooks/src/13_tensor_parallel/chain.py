@@ -6,7 +6,7 @@ The input that each kind of layer needs, and its output on each rank:
 
     columns   needs the whole input                        outputs this rank's features
     rows      needs this rank's features of the input      outputs a partial sum
-    whole     needs the whole input                        outputs all features, as on every rank
+    whole     needs the whole input                        outputs all features, on every rank
 
 Between two layers, forward and backward may communicate. For a tensor of S bytes, each rank
 sends 2(t-1)/t S in an all-reduce, and half as much in an all-gather or a reduce-scatter.

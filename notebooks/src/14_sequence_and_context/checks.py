@@ -90,7 +90,7 @@ def merge(student: Student) -> Iterator[str]:
             found = alone(student, *first, *second)
             several(found, 2, "merge returned", "a pair (out, L)")
             _compare_merged(where, found, attention(scores, v), large)
-    yield "attention over 12 keys, merged from two sets of 1, 4 or 11 keys and the rest"
+    yield "attention over 12 keys, merged from two sets: 1, 4 or 11 keys, and the rest"
     yield "also for scores whose exp overflows float32"
 
 

@@ -88,7 +88,7 @@ def forward(student: Student) -> Iterator[str]:
             _compare_forward(_where(size, rank), rank, stage.values)
         for rank, stage in enumerate(ran):
             _check_sends(_where(size, rank), stage, "stage(x)", sends=rank < size - 1)
-    yield "every micro-batch passes all stages, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
+    yield "every micro-batch passes all stages, on 1 to 3 ranks (micro-batch rows: 3, 3, 2, 2)"
     yield "each is sent before the next is computed, b · w elements over each boundary"
     yield "x and y are kept and ready for backward"
 
@@ -165,7 +165,7 @@ def backward(student: Student) -> Iterator[str]:
             _compare_gradients(_where(size, rank), size, rank, stage.values)
         for rank, stage in enumerate(ran):
             _check_sends(_where(size, rank), stage, "backward through y", sends=rank > 0)
-    yield "the gradients of the batch's mean loss, on 1, 2 and 3 ranks, with 3, 3, 2 and 2 rows"
+    yield "gradients of the batch's mean loss, on 1 to 3 ranks (micro-batch rows: 3, 3, 2, 2)"
     yield "each gradient is sent before the next is computed, b · w elements over each boundary"
 
 
@@ -173,7 +173,7 @@ WEIGHTS = {
     "Every micro-batch has weight 1, but a sum of means is not the mean of the batch.": [1.0] * 4,
     "Every micro-batch has weight 1/m, but they have 3, 3, 2 and 2 rows.": [0.25] * 4,
     "You divide twice: by the number of rows, and by m.": [w / 4 for w in right_weights()],
-    "You multiply each mean by its rows: divide by the rows of the batch.": [3.0, 3.0, 2.0, 2.0],
+    "You multiply each mean by its rows; also divide by the batch's rows.": [3.0, 3.0, 2.0, 2.0],
 }
 
 

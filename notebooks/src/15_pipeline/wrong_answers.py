@@ -148,7 +148,7 @@ equal_weights: Every micro-batch has weight 1/m
     losses[k] * rows[k] / sum(rows) -> losses[k] / len(rows)
 divides_twice: You divide twice
     / sum(rows) -> / sum(rows) / len(rows)
-multiplies_only: divide by the rows of the batch
+multiplies_only: also divide by the batch's rows
     / sum(rows) ->
 does_nothing: the weight has no gradient
     return None

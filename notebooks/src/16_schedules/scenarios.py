@@ -138,7 +138,7 @@ def train_alone() -> dict[str, Tensor]:
 
 
 def weight_error(found: Sequence[Mapping[str, Tensor]], right: Mapping[str, Tensor]) -> str:
-    """The weight that differs most from a single process; "" if all weights match."""
+    """The weight furthest from its single-process value; "" if all weights match."""
     names = [name for weights in found for name in weights]
     if sorted(names) != sorted(right):
         return f"the ranks have {len(names)} weights, but the model has {len(right)}"

@@ -9,7 +9,7 @@ bytes from the start. A message longer than the ring passes through in parts. Th
 fits or what it waits for; a thread of the ring copies the rest while both ends compute.
 
 A receiver may request tag 1 before tag 0: messages without a matching receive are kept in private
-memory. A message is *taken* once a receive has its last byte: its number is then written to `taken`,
+memory. A message is *taken* once a receive has its last byte; its number is then stored in `taken`,
 and only then does the send complete, as on a link without a buffer. (Two ranks that both send
 first therefore deadlock, however short the messages.) Copies: S on the sender, S on the receiver,
 and S more on the receiver for a message that was kept.

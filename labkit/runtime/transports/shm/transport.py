@@ -36,7 +36,7 @@ class Shared(Transport):
     files next to it. CPU tensors only. `messages` runs algorithms requested by name.
 
     Collectives run in call order: blocking calls in the caller's thread, asynchronous calls (and
-    calls queued behind them) on a lane. The work's `wait` returns the bytes this rank copied.
+    calls queued behind them) on a lane. `Work.wait` returns how many bytes this rank copied.
     Memory is mapped at first use. After a failed operation (a peer timed out, say), a rank is out
     of step: it gives up, so that other ranks fail, too, and refuses all later calls of the group.
     """

@@ -114,7 +114,7 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     if not isinstance(device, str) or device not in devices:
         raise ValueError(f"{where}: no device {device!r}; choose from {', '.join(devices)}")
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
-        raise ValueError(f"{where}: levels: give one inside nodes and, if several, one between them")
+        raise ValueError(f"{where}: give a level inside nodes and, if several, one between")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
     return Cluster(
         name,

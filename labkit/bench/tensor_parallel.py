@@ -1,4 +1,4 @@
-"""Step times of labkit's tensor parallelism, of torch's DTensor, and without communication.
+"""Step times with labkit's tensor parallelism, torch's DTensor, and no communication.
 
     tensor                the loss from each rank's slice of the logits
     DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
@@ -7,7 +7,7 @@
                           results are wrong, and the time is a lower bound
 
 All cases train the same GPT from the same weights, on the same tokens, in the same processes, in
-alternating turns of a few steps. Ratios without AdamW's step, slow with DTensor, are also given.
+alternating turns of a few steps. AdamW's step is slow with DTensor: see the ratios without it.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The conditions of a forward to rerun: random state, autocast, function modes.
+"""Conditions for rerunning a forward: random state, autocast, function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws

@@ -214,7 +214,7 @@ def _int8_hint(
         return "Do you round to the nearest level? A cast to int8 truncates. How many levels?"
     if returned * expected < 0:
         return "An int8 ranges from -128 to 127; values beyond it wrap around."
-    return f"Which rank's scales do you use? The result has blocks of {size} ranks."
+    return f"Which rank's scales do you use? The blocks come from {size} ranks."
 
 
 # ---- codebook(sample)

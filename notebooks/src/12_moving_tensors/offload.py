@@ -1,4 +1,4 @@
-"""The open exercise of lab 12, by formulas: passes of a model that exceeds its device's memory.
+"""Formulas for lab 12's open exercise: passes of a model that exceeds its device's memory.
 
     kept       blocks that stay on the device
     streamed   all other blocks: they cross the bus in every pass, into `ahead` + 1 buffers as
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 PASSES = 4  # until the time of a pass is constant
-BEST_MS = 650  # for one pass of each model: the best known
+BEST_MS = 650  # best known total: one pass of each model
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
         raise ValueError("a table is for gloo: over NCCL, NCCL chooses the algorithm")
     if sweep.about.get("transport") == "shm":
         raise ValueError(
-            "these times are from ranks that share memory, which use no table; measure with "
+            "these times are from ranks that share memory and use no table; measure with "
             'transport="gloo", as labkit bench collectives --fit does'
         )
     fitted: dict[str, dict[str, list[dict[str, Any]]]] = {}

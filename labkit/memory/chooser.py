@@ -11,7 +11,7 @@
 
 Only the level couples blocks: dynamic programming over all reachable levels is exact.
 
-Source: trade-off of Chen et al., arXiv 1604.06174, section 4; dynamic programming as in Beaumont
+Sources: trade-off of Chen et al., arXiv 1604.06174, section 4; dynamic programming as in Beaumont
 et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
 """
 

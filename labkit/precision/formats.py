@@ -13,7 +13,7 @@
 Positive numbers sort like their bit patterns; rounding up past 1.11...1 carries into the exponent.
 `Format` computes exactly, with Python's integers and fractions; `rounded` is fast, for tensors.
 
-Sources: IEEE 754-2019, section 3.4 and table 3.5 (binary16 to binary128), section 4.3.1 (ties to
+Sources: IEEE 754-2019, section 3.4, table 3.5 (binary16 to binary128), sections 4.3.1 (ties to
 even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (the x87's 80 bits);
 Micikevicius et al., arXiv 2209.05433, table 1 (e4m3, e5m2); NVIDIA, "A100 Tensor Core GPU
 Architecture", 2020 (tf32; a GPU may round ties away from zero, as PTX's cvt.rna does).

@@ -13,7 +13,7 @@ from labkit.replaying import dry_run, replay
 from labkit.trace import Trace, split_of
 
 RANKS = 32
-MODELS = (  # MB per bucket, rows, sizes: a large vocabulary, small buckets, wide layers
+MODELS = (  # MB per bucket, rows, sizes. Large vocabulary; small buckets; wide layers
     (25, 2, {"vocab": 32_000, "width": 768, "depth": 3, "heads": 12, "context": 512}),
     (4, 4, {"vocab": 8_192, "width": 512, "depth": 4, "heads": 8, "context": 512}),
     (10, 1, {"vocab": 1_024, "width": 2048, "depth": 2, "heads": 16, "context": 1024}),

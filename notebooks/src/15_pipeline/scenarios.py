@@ -42,7 +42,7 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 class StageRun(NamedTuple):
-    """A rank's record of the student's function. `sent_before[k]`: the number of sends
+    """A rank's run of the student's function. `sent_before[k]`: the number of sends
     started before the k-th computation."""
 
     values: Any

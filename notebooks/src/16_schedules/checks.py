@@ -58,7 +58,7 @@ def _validated(found: Any, stages: int, microbatches: int) -> Schedule:
     try:
         check(schedule, microbatches)
     except ScheduleError as error:
-        fail(f"{where}, the schedule breaks a rule. {error}.", hint=HINTS.get(error.rule, ""))
+        fail(f"{where}, the schedule breaks a rule: {error}.", hint=HINTS.get(error.rule, ""))
     return schedule
 
 

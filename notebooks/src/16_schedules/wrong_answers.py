@@ -134,7 +134,7 @@ def chunks_and_halves(job):
     return forwards_ahead(job, chunks, ahead)
 
 
-@wrong("16.invent", "the schedule breaks a rule. deadlock: stage")
+@wrong("16.invent", "the schedule breaks a rule: deadlock: stage")
 def swapped(job):
     schedule = zero_bubble_h1(job.stages, job.microbatches)
     early = [Action("forward", k) for k in range(5)]  # stage 0 runs 4 before its first I

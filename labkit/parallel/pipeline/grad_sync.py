@@ -1,4 +1,4 @@
-"""Gradients of replicas, which are averaged, and of tied parameters, whose copies are summed.
+"""Averages the gradients of replicas, and sums those of a tied parameter's copies.
 
 Replicas of a stage average their gradients. A pipeline runs many backwards per step:
 
@@ -16,7 +16,7 @@ A tied parameter, such as an embedding shared with the head, is on several stage
     stage 0   embed ─ ...          dE from the token lookup       ╲
     stage 3   ... ─ head           dE from the logits             ╱  one all-reduce over two ranks
 
-Copies stay equal: each step uses the same summed gradient. On a mesh, there is one embedding
+Copies stay equal: each gets the same summed gradient. On a mesh, there is one embedding
 group (the owners) per data- and tensor-parallel index:
 
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}

@@ -1,7 +1,7 @@
-"""One layer of a model at scale, recorded without data: computing, bytes sent, and memory.
+"""One layer of a model at scale, recorded without data: compute, bytes sent, and memory.
 
 Each of the three kinds of layers is recorded once, by running labkit's code between a source of the
-input and a sink for the output. A stage's computing, bytes sent and memory are exact sums over its
+input and a sink for the output. A stage's compute, bytes sent, and memory are exact sums over its
 layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
 two moments. Dropout is 0.
 """

@@ -17,7 +17,7 @@ ELEMENT_BYTES = 8  # float64
 
 
 def stage_of(rank: int) -> nn.Sequential:
-    """The layers of this stage, the same on every rank."""
+    """The layers of stage `rank`, whichever rank builds them."""
     stage = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double()
     with torch.no_grad():
         for i, parameter in enumerate(stage.parameters()):

@@ -92,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """The algorithm for any call with the least mean time relative to the fastest at each size."""
+    """Of the algorithms for any call, the one with the least mean time relative to the fastest."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

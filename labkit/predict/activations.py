@@ -114,7 +114,7 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if t
+    """Bytes that one layer keeps on one rank for one micro-batch of `rows`, in 2-byte dtypes, if
     `tensor_parallel` ranks shard its matrices and heads. `sequence_parallel`: these ranks also
     shard norms, dropout and inputs, along the sequence. `recompute`: "none"; "selective": the
     attention core; "full": the layer, from its input. Source: arXiv 2205.05198, Table 2."""

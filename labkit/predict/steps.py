@@ -50,7 +50,7 @@ def ddp_step_without_overlap_s(
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
     """Model FLOPs utilization, 0 to 1: the model's FLOPs divided by those possible at peak.
     `flops`: of one step on all ranks, `step_flops(...)` for the whole batch, without `recompute`
-    and `flash` (with both: hardware utilization, like the 52 % in arXiv 2104.04473).
+    or `flash` (with both: hardware utilization, as in the 52 % of arXiv 2104.04473).
     `peak_flops_per_s`: of one device, dense, for the dtype of the computation. Source: Chowdhery et
     al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)

@@ -4,8 +4,8 @@
     Issue     queues an operation at one of this rank's ports and continues immediately
     Wait      blocks until the operation has ended
 
-An operation begins once all its ranks have issued it and it heads the port's queue on every rank.
-It occupies these ports for `seconds` and ends `latency_s` later. A port is one outgoing link of a
+An operation begins once all its ranks have issued it and it heads the port's queue on each of them.
+It occupies those ports for `seconds` and ends `latency_s` later. A port is one outgoing link of a
 rank: it transfers one operation at a time, in the order of issue.
 
 Only the sender issues a message, whether or not the receiver is ready; the receiver executes a

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeGuard
 
+CAUSED = "The above error directly caused the following one"
+DURING = "During handling of the above error, another one occurred"
 MAX_DEPTH = 8  # longest chain of causes
 MAX_FRAMES, MAX_PARTS, MAX_TEXT = 100, 10, 10_000
 
@@ -56,9 +58,9 @@ class RemoteError:
         `above`: ids of the errors already being captured."""
         above = (*above, id(error))
         get = object.__getattribute__  # bypasses the class's __getattribute__, which may raise
-        cause, because = get(error, "__cause__"), "directly caused"
+        cause, because = get(error, "__cause__"), CAUSED
         if cause is None and not get(error, "__suppress_context__"):
-            cause, because = get(error, "__context__"), "was being handled during"
+            cause, because = get(error, "__context__"), DURING
         is_group = issubclass(type(error), BaseExceptionGroup)
         parts = get(error, "exceptions")[:MAX_PARTS] if is_group else ()
         notes = get(error, "__dict__").get("__notes__")
@@ -81,8 +83,7 @@ class RemoteError:
         """The traceback as Python prints it, with the source lines of cells."""
         before = ""
         if self.cause is not None:
-            link = "The above error " + self.because + " the following one:"
-            before = f"{self.cause.format()}\n\n{link}\n\n"
+            before = f"{self.cause.format()}\n\n{self.because}:\n\n"
         entries = traceback.format_list([(*frame, None) for frame in self.frames])
         if len(entries) > MAX_FRAMES:
             half = MAX_FRAMES // 2

@@ -137,7 +137,7 @@ def test_causes_contexts_notes_and_groups_are_reported(world: World) -> None:
     text = failure(world, chained)
     assert text.index("ZeroDivisionError") < text.index("directly caused") < text.rindex("outer")
     assert "note of the test" in text
-    assert "was being handled during" in failure(world, during)
+    assert "During handling of the above error" in failure(world, during)
     text = failure(world, grouped)
     assert "KeyError: 'one of them'" in text and "OSError: the other" in text
     assert failure(world, circle).count("ValueError: second") == 1

@@ -46,7 +46,7 @@ class WholeState:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: every backward reduces, since unsharded gradients need n times the memory."""
+        """Does nothing: every backward reduces, since unsharded gradients need more memory."""
         yield
 
     @property

@@ -96,13 +96,13 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if hasattr(optimizer, "found_inf"):
         raise ValueError(
             "ZeRO3: torch.amp.GradScaler checks only this rank's shards for infs, so one rank "
-            "would skip a step that others take; use labkit.GradScaler, whose ranks decide "
-            "together, or train in bfloat16, which needs no loss scaling"
+            "would skip a step that others take; use labkit.GradScaler, which decides for "
+            "all ranks, or train in bfloat16, which needs no loss scaling"
         )
     has_closure = any(map(callable, (*args, *kwargs.values())))
     for owner in () if has_closure else _owners_of[optimizer]:
         if owner.awaits_gradients and all(shard.grad is None for _, shard in owner._named):
             raise ValueError(
-                "ZeRO3: there is no gradient since the last forward, so this step would change "
+                "ZeRO3: no gradient has arrived since the last forward, so this step would change "
                 "nothing; call loss.backward() first, without inputs=, which cannot name shards"
             )

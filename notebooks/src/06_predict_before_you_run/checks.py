@@ -333,7 +333,7 @@ def step_in_closed_form_s(student: Student) -> Iterator[str | Score]:
             hint="A bucket is sent when backward has filled it and the previous one has been sent.",
         )
     yield f"between perfect overlap and no overlap, for {len(cases)} steps"
-    yield Score(error, BEST_ERROR, "permille of mean error")
+    yield Score(error, BEST_ERROR, "permille mean error")
 
 
 OVERLAP_ERROR = 64  # error of the lab's overlap_s

@@ -1,5 +1,5 @@
 """Cluster rates and sizes. Ranks are numbered node by node: with 8 devices per node, ranks 0 to 7
-are on node 0. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1.
+are on node 0. `reached` and `..._reached`: fraction of the hardware rate that programs reach.
 For what-if analysis, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,7 @@
 """A pipeline schedule as one program per stage and as spans in a trace.
 
-One recorded micro-batch per distinct stage is enough: `stage_seconds` returns its forward and
-backward times on a cluster; the schedule determines the order and the messages.
+One recorded micro-batch per distinct stage is enough: `stage_seconds` returns the stage's forward
+and backward times on a cluster; the schedule determines the order and the messages.
 
     recorded on stage 1     forward  forward  backward  forward  backward  ...
     actions of stage 1      F0       F1       B0        F2       B1        ...
@@ -165,7 +165,7 @@ def action_of(span: Span) -> Action:
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; nested
-    spans are dropped. Raises ValueError unless rank k ran stage k's actions once per step."""
+    spans are dropped. Raises ValueError unless rank k ran stage k's actions in order."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"the schedule has {len(schedule)} stages, but the trace has ranks "

@@ -89,7 +89,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """As "NVLink 3 300 GB/s, 3.4 µs", which shows a slider moved even if step times are equal."""
+    """As "NVLink 3 300 GB/s, 3.4 µs": shows that a slider moved even if the step time did not."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels

@@ -66,9 +66,9 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """alpha, beta, and the root mean square of log(predicted / measured), which they minimize. Only
-    the ratio beta / alpha is searched: a common factor makes the mean logarithm 0, so that the
-    spread is the error. The best ratio has the least spread; alpha or beta may be 0."""
+    """Return alpha, beta and the error that they minimize: the root mean square of log(predicted /
+    measured). Only the ratio beta / alpha is searched: a common factor makes the mean logarithm 0,
+    so that the spread is the error. The best ratio has the least spread; alpha or beta may be 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 

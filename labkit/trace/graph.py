@@ -73,7 +73,7 @@ class Operation(NamedTuple):
     when_s: float
     step: int
     name: str  # torch's name, "mm"
-    dtype: str  # of its first tensor, "bfloat16"
+    dtype: str  # of its first floating-point tensor, "bfloat16"
     flops: int
     moved_bytes: int  # read and written
     sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], batched or not
@@ -259,8 +259,8 @@ def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...
 
 
 def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
-    """The event as seen by `rank`, alike to the recorded rank: in the corresponding group, with
-    the peer at the same distance. Returned unchanged if `rank` is in no corresponding group."""
+    """The event as a represented `rank` would record it: in the corresponding group, with the peer
+    at the same distance. Returned unchanged if `rank` is in no corresponding group."""
     own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
     if own is None:
         return event

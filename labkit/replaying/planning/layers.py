@@ -236,7 +236,7 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """The second step of `MasterWeights` with AdamW on parameters with these element counts."""
+    """Record the second step of `MasterWeights` (AdamW) on parameters of these element counts."""
     rank_trace = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in rank_trace.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in rank_trace.memory]

@@ -66,7 +66,7 @@ def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> H
 
 @lru_cache(maxsize=4096)
 def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
-    """Bytes kept from a micro-batch's forward to its backward, and its peak in both passes."""
+    """Bytes kept from a micro-batch's forward to its backward, and the peak of both passes."""
     kept = most = np.zeros(len(CATEGORIES), dtype=int)
     for layer, count in chunk.recorded():
         before = kept + (count - 1) * np.array(layer.kept)  # when the last of `count` layers runs

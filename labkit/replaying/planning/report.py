@@ -53,7 +53,7 @@ def seconds(report: StepReport) -> dict[str, float]:
 
 
 def reached(report: StepReport) -> float:
-    """The fraction of peak FLOP/s reached while computing, including recomputation: 0 to 1."""
+    """The fraction of peak FLOP/s (0 to 1) reached while computing, including recomputation."""
     again = 4 / 3 if report.layout.recompute == "full" else 1.0
     return report.mfu * report.step_s / report.compute_s * again
 

@@ -1,4 +1,4 @@
-"""Parses an NCCL log. Every line begins with its process; ranks' lines are interleaved:
+"""Parses an NCCL log. Most lines begin with their process; ranks' lines are interleaved:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device

@@ -78,7 +78,7 @@ def record(
         replace: overwrite a run at `path`.
         about: additional entries for `run.json`, as `seed=3`.
 
-    Raises ValueError as `begin_run`, or for `detail_step` < 0; RuntimeError if recording already.
+    Raises ValueError as `begin_run` or for `detail_step` < 0, RuntimeError if already recording.
 
     >>> with record() as trace:
     ...     world.run(train)

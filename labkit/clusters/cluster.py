@@ -1,5 +1,5 @@
 """Cluster rates and sizes. Ranks are numbered node by node: with 8 devices per node, ranks 0 to 7
-are on node 0. `..._reached` is the fraction of the hardware's rate that programs reach, 0 to 1.
+are on node 0. `reached` and `..._reached`: fraction of the hardware rate that programs reach.
 For what-if analysis, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A device. Matmuls run in tiles: a side d reaches d / (d + tile) of `matmul_reached`."""
+    """A device. Matmuls run in tiles: each side d multiplies the rate by d / (d + tile)."""
 
     name: str
     peak_flops: Mapping[str, float]  # matmul peak by dtype ("bfloat16"); a multiply-add counts as 2
@@ -18,7 +18,7 @@ class Device:
     matmul_reached: float = 1.0  # for very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0  # per launch; the host runs ahead, and limits only if slower (planning)
+    host_s: float = 0.0  # per launch; limits only if the host is slower than the device (planning)
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # by field name
 
     def peak_flops_of(self, dtype: str) -> float:
@@ -43,7 +43,7 @@ class Level:
 
     name: str
     bytes_per_s: float  # per port and direction
-    latency_s: float  # per message, or per step of a ring
+    latency_s: float  # per message, or per step of a collective
     ports: int  # per node
     reached: float = 1.0
     start_s: float = 0.0  # delay before a collective's first byte leaves
@@ -86,7 +86,7 @@ class Cluster:
         return rank // self.devices_per_node
 
     def level_of(self, ranks: Iterable[int]) -> Level:
-        """The slowest level that joins these ranks."""
+        """The level that links these ranks: `inside` if they share a node, else `between`."""
         if len({self.node_of(rank) for rank in ranks}) < 2:
             return self.inside
         assert self.between is not None
@@ -94,5 +94,5 @@ class Cluster:
 
     def share_bytes_per_s(self, level: Level) -> float:
         """A device's bandwidth while all devices of its node send separately. (A ring over all
-        devices leaves each node once, at a port's full rate.)"""
+        devices leaves each node once, at the combined rate of the node's ports.)"""
         return level.bytes_per_s * min(1.0, level.ports / self.devices_per_node)

@@ -1,4 +1,4 @@
-"""Clusters in TOML files: labkit's own (known.toml shows the format), and yours. A file is
+"""Clusters in TOML files: labkit's own (known.toml, which shows the format), and yours. A file is
 validated before it is written, and reads back equal."""
 
 import json
@@ -29,7 +29,7 @@ PLAUSIBLE = {
     "latency_s": (0.0, 2.0, "seconds, not microseconds"),
     "tile": (0.0, 4096.0, "a side of a matrix"),
 }
-DEFAULTS: dict[type, dict[str, Any]] = {  # per class and number; MISSING if required
+DEFAULTS: dict[type, dict[str, Any]] = {  # per class and numeric field; MISSING if required
     kind: {f.name: f.default for f in fields(kind) if f.type is float} for kind in (Device, Level)
 }
 
@@ -60,7 +60,7 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
-    nothing, if the file could not be read back: a number is implausible or lacks a source.
+    nothing, if the file could not be read back, as when a number is implausible or lacks a source.
 
     >>> write_clusters("clusters.toml", {"selene": cluster("selene")})
     """

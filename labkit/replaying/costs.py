@@ -8,9 +8,9 @@
 
 Steps and bytes (labkit.comm.collectives.costs) assume a tensor pipelined in very small chunks, so
 each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves each
-node once, using the ports of all its ranks there; the node with the fewest ranks is the bottleneck.
-A rank that sends directly to all other ranks gets one device's share of the ports. Latencies are
-those of NCCL's Simple protocol for long tensors, which overestimates small collectives.
+node once, over the port shares of all its ranks on the node; the node with the fewest ranks is the
+bottleneck. A rank that sends directly to all other ranks gets one device's share of the ports. The
+latencies are those of NCCL's Simple protocol: for short tensors, the times are overestimated.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for intra-node and
@@ -39,7 +39,7 @@ ALGORITHMS = {  # per collective; the fastest is chosen
     "ring_exchange": ("next",),
     "barrier": ("dissemination",),
 }
-TREES = ("double_tree", "tree", "dissemination")  # log2(nodes) of log2(n) steps cross nodes
+TREES = ("double_tree", "tree", "dissemination")  # log2(nodes) of log2(n) steps are between nodes
 DIRECT = ("flat", "pairwise")  # every rank sends directly to its targets
 VERY_LONG_BYTES = 1 << 50
 T = TypeVar("T")
@@ -66,14 +66,14 @@ class Costs:
         self._cache: dict[Hashable, Any] = {}
 
     def cached(self, compute: Callable[..., T], *args: Hashable) -> T:
-        """Return the memoized `compute(self, *args)`."""
+        """Return `compute(self, *args)`, memoized."""
         key = compute, args
         if key not in self._cache:
             self._cache[key] = compute(self, *args)
         return self._cache[key]
 
     def compute_s(self, operation: Operation) -> float:
-        """Roofline time of an operation. Raises ValueError if its dtype has no matmul rate."""
+        """Roofline time of an operation. Raises ValueError for a matmul dtype without a rate."""
         device = self.cluster.device
         seconds = operation.moved_bytes / (device.memory_bytes_per_s * device.memory_reached)
         if operation.flops:
@@ -82,7 +82,7 @@ class Costs:
         return max(seconds, device.launch_s)
 
     def sending(self, event: CommEvent) -> Sending:
-        """Time of a collective or message. Raises ValueError for a rank outside the cluster."""
+        """Time of a collective or message. Raises ValueError for an unknown op or rank."""
         if event.op in ("send", "recv"):
             assert event.peer is not None
             ends = event.ranks[event.rank], event.ranks[event.peer]
@@ -115,7 +115,7 @@ class _Placement:
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
-        """Start-up, bytes / bandwidth, and one latency per intra-node or inter-node step."""
+        """Start-up time, bytes / bandwidth, and one latency per intra-node or inter-node step."""
         steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
         sent_bytes = nbytes * _sent_per_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
@@ -138,7 +138,7 @@ class _Placement:
         if self.nodes == 1 or between is None:
             return inside_rate
         port_rate = between.reached * self.cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:  # the fullest node limits inside, the emptiest between
+        if algorithm in DIRECT:  # inside, the fullest node limits; between, the emptiest
             share_inside = (self.most - 1) / (self.n - 1)
             share_between = (self.n - self.fewest) / (self.n - 1)
             return 1 / max(share_inside / inside_rate, share_between / port_rate)

@@ -5,7 +5,7 @@ every collective completes immediately. Only communication through labkit's comm
 recorded. The tensors report the CPU as their device; the GPU default of torch's optimizers
 ("foreach": a few operations update all parameters) is patched in. Attention with dropout stores
 its scores, as on a CPU. Memory excludes the CUDA context, NCCL's buffers and fragmentation, which
-together take some GB."""
+together take several GB."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ from labkit.trace.recording import record
 from labkit.trace.recording.detail import QUERY_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # delay and interval of the progress display
-LONG_IN_A_NOTEBOOK_S = 10.0  # later, as printed progress stays in the output
+LONG_IN_A_NOTEBOOK_S = 10.0  # longer, as printed progress stays in the output
 Size = TypeVar("Size")
 
 
@@ -55,11 +55,11 @@ def dry_run(
             built outside `fn` would have values and take memory.
         alike: each rank to run, mapped to the ranks with the same behavior that it represents:
             {0: range(512), 512: range(512, 1024)}. By default rank 0 represents every rank.
-        step: the training step to keep; by default the second, when optimizer state exists.
-        as_on: the device for which torch chooses its kernels.
+        step: the training step to keep; by default the second, in which optimizer state exists.
+        as_on: the device type for which torch's optimizers choose their implementation.
 
-    Returns that step with operations and memory, but without meaningful times: see `replay`. Raises
-    ValueError if `fn` runs too few steps or reads a value, RuntimeError when called on a rank.
+    Returns that step with operations and memory; for its times, see `replay`. Raises ValueError for
+    an invalid `alike`, or if `fn` runs too few steps or reads a value; RuntimeError on a rank.
 
     >>> def train():
     ...     model = DDP(GPT.preset("1M"))
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Ranks represented per rank to run. Raises ValueError unless every rank occurs once."""
+    """Rank to run -> ranks represented. Raises ValueError unless every rank occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; give at least 1")
     groups = {0: range(ranks)} if alike is None else alike
@@ -128,7 +128,7 @@ def _without_data(label: str, as_on: str) -> Iterator[None]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(nn.Module, "_apply", _converted))
-        if as_on == "cuda":  # not fused: one operation updates many parameters
+        if as_on == "cuda":  # foreach: one operation updates many parameters
             for name, module in list(sys.modules.items()):
                 if name.startswith("torch.optim.") and chooser in vars(module):
                     patches.enter_context(patch.object(module, chooser, foreach))
@@ -183,7 +183,7 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Peak bytes by category, of the fullest rank. Raises ValueError if no memory was recorded."""
+    """Bytes by category at the highest peak of any rank. Raises ValueError if none is recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")

@@ -91,7 +91,7 @@ class _Rank:
 
 def run(programs: Mapping[int, Program]) -> dict[int, list[Timed]]:
     """Return when each rank runs each instruction, in seconds from the start. Raises ValueError for
-    contradictory programs, and Deadlock with the cycle if ranks wait for each other.
+    contradictory programs, and Deadlock if ranks wait for each other or for a missing Issue.
 
     >>> message = Issue("activations", ranks=(0,), seconds=2.0, latency_s=0.5)
     >>> run({0: [Compute(1.0), message], 1: [Wait("activations"), Compute(1.0)]})[1][-1]
@@ -122,7 +122,7 @@ class _Run:
         return {number: rank.timed for number, rank in self.ranks.items()}
 
     def advance(self, number: int) -> list[_Operation]:
-        """Run until the rank blocks or ends; return the operations that can begin now."""
+        """Run rank `number` until it blocks or ends; return the operations that can begin now."""
         rank, can_begin = self.ranks[number], []
         while not rank.at_end:
             part, began_s = rank.program[rank.place], rank.now_s
@@ -175,7 +175,7 @@ class _Run:
         return operation
 
     def begin(self, operation: _Operation) -> list[int]:
-        """Time this operation and queued operations that can follow; return the ranks to wake."""
+        """Time this operation and queued operations that can then begin; return ranks to wake."""
         awake: list[int] = []
         beginning = deque([operation])
         while beginning:
@@ -202,7 +202,7 @@ class _DeadlockFinder:
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
-        self.to_issue = {  # per rank: keys in the rest of its program
+        self.to_issue = {  # per rank: keys of the Issues in the rest of its program
             number: {part.key for part in rank.program[rank.place :] if isinstance(part, Issue)}
             for number, rank in ranks.items()
         }

@@ -1,7 +1,7 @@
 """A pipeline schedule as one program per stage and as spans in a trace.
 
-One recorded micro-batch per distinct stage is enough: `stage_seconds` returns its forward and
-backward times on a cluster; the schedule determines the order and the messages.
+One recorded micro-batch per distinct stage is enough: `stage_seconds` returns the stage's forward
+and backward times on a cluster; the schedule determines the order and the messages.
 
     recorded on stage 1     forward  forward  backward  forward  backward  ...
     actions of stage 1      F0       F1       B0        F2       B1        ...
@@ -21,12 +21,12 @@ from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""Seconds per action: a function `seconds(stage, action)`, or by phase, {"forward": 1.0, ...}.
+"""Seconds per action: a function `seconds(stage, action)`, or dict {"forward": 1.0, ...} by phase.
 With v chunks, an action covers 1/v of a stage, so the caller divides the stage's time by v."""
 MessageSeconds = float | Callable[[Message], float]
 """Seconds until a message arrives: one value, or a function of the message."""
 KIND = "microbatch"  # kind of the spans that represent actions
-NEXT_S = 1e-4  # the longest gap between consecutive spans
+NEXT_S = 1e-4  # longest gap between spans that count as consecutive
 RECORDED_AS = {
     "forward": "forward", "backward": "backward", "input": "backward", "weight": "backward",
     "update": "optimizer",
@@ -71,8 +71,8 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The mean idle fraction of the stages, 0 to 1. `step_s`: from `pipeline_step_s`, or from the
-    first action on any stage to the last action on any stage."""
+    """The mean idle fraction of the stages, 0 to 1. `step_s`: from `pipeline_step_s`, or the
+    time from the first action to the last action over all stages."""
     stages = enumerate(schedule)
     busy_s = sum(_seconds_of(seconds, stage, x) for stage, actions in stages for x in actions)
     return 1 - busy_s / (step_s * len(schedule))
@@ -93,9 +93,9 @@ def pipeline_trace(
     message_s: MessageSeconds = 0.0,
     message_bytes: int = 0,
 ) -> Trace:
-    """Simulate one step as a trace: rank k is stage k, whose step ends with its last action. Every
-    action becomes a span of its phase, named "3" for micro-batch 3, or "3.1" if there are several
-    chunks. Raises the errors of `pipeline_programs`."""
+    """Simulate one step as a trace: rank k runs stage k; its step ends with its last action. Every
+    action becomes a span of its phase, named "3" for micro-batch 3, or "3.1" for chunk 1 if there
+    are several chunks. Raises the errors of `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
     transfers: dict[Hashable, tuple[int, Timed]] = {}  # key -> sequence number, times
@@ -154,18 +154,18 @@ class TimedAction(NamedTuple):
 
 
 def span_name(action: Action, chunks: int) -> str:
-    """The span name: "3" for micro-batch 3, or "3.1" if there are several chunks."""
+    """The span name: "3" for micro-batch 3, or "3.1" for chunk 1 if there are several chunks."""
     return str(action.microbatch) + f".{action.chunk}" * (chunks > 1)
 
 
 def action_of(span: Span) -> Action:
-    """The action of a span of kind "microbatch"."""
+    """The action that a span of kind "microbatch" represents."""
     return parse(LETTERS[span.phase] + span.module)[0]
 
 
 def by_microbatch(trace: Trace, schedule: Schedule) -> Trace:
     """A recorded pipeline with one span per action of `schedule`, as in `pipeline_trace`; nested
-    spans are dropped. Raises ValueError unless rank k ran stage k's actions once per step."""
+    spans are dropped. Raises ValueError unless rank k ran stage k's actions in order."""
     if sorted(trace.ranks) != list(range(len(schedule))):
         raise ValueError(
             f"the schedule has {len(schedule)} stages, but the trace has ranks "
@@ -191,7 +191,7 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
     is_last = rank_trace.rank == len(schedule) - 1
     ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # has loss
     recorded = Counter(span.phase for span in spans)
-    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how many times the list ran
+    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how many times `actions` ran
     loss_is_module = recorded["forward"] == rounds * (phases.count("forward") + sum(ends))
     place = number = 0
     while place < len(spans) or number % len(actions):
@@ -219,14 +219,14 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(rank_trace: RankTrace) -> list[Span]:
-    """The outermost spans, in order of time. A "loss" span fills the time from forward to backward,
-    so on every stage but the last it is a wait."""
+    """The outermost spans, in order of time. A "loss" span covers the time from forward to
+    backward: on every stage but the last, this time is a wait."""
     spans = [x for x in rank_trace.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """Timed actions by stage. Raises ValueError for traces without spans of micro-batches."""
+    """Timed actions by stage. Raises ValueError for traces without micro-batch spans."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

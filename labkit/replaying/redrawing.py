@@ -25,9 +25,9 @@ def changed(
     devices_per_node: int | None = None,
 ) -> Cluster:
     """The cluster with the given values and just enough nodes for `ranks`. A level with one port
-    per device keeps one port per device. A missing inter-node level is a copy of the intra-node
-    level with the given values. Raises ValueError unless every bandwidth is positive, every
-    latency at least 0, and `ranks` and `devices_per_node` at least 1."""
+    per device keeps one port per device. If needed, a missing inter-node level is a copy of the
+    intra-node level plus the given values. Raises ValueError unless every bandwidth is positive,
+    every latency at least 0, and `ranks` and `devices_per_node` at least 1."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -61,7 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Draws up to `most_ranks` ranks; the time axis is kept while a step fills 25 to 100 %."""
+    """Draws up to `most_ranks` ranks; the axis is kept while a step fills 25 to 100 % of it."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -89,7 +89,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """As "NVLink 3 300 GB/s, 3.4 µs": link values are shown even if the step time is unchanged."""
+    """As "NVLink 3 300 GB/s, 3.4 µs": shows that a slider moved even if the step time did not."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -97,7 +97,7 @@ def links_in_words(cluster: Cluster) -> str:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """As "12.30 ms: computing 45%, ...; MFU 20.1% of ...", for the dtype with most FLOPs."""
+    """As "12.30 ms: ...; MFU 20.1% of ...", relative to the peak of the dtype with most FLOPs."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

@@ -45,8 +45,8 @@ def replay(
         steps: the steps to replay; by default every step that `computing` allows.
 
     Returns a trace of these steps; repeated replays are bit-identical. Raises ValueError if the
-    cluster has too few devices or no rate for a dtype, or if ranks or steps are missing; Deadlock
-    with the cycle if ranks wait for each other.
+    cluster has too few devices or no rate for a dtype, or if ranks or steps are missing or cut
+    off; Deadlock if ranks wait for each other.
 
     >>> plot.timeline(replay(trace, cluster("dgx-h100")))
     """
@@ -73,7 +73,7 @@ def replay(
 
 
 def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """Every record of a rank as (time, order among simultaneous events, kind, record)."""
+    """The events of a rank's records: (time, order if simultaneous, kind, record)."""
     events: list[tuple[float, str, Any]] = []
     intervals: list[Step | Span] = [*rank_trace.steps, *rank_trace.spans]
     for interval in intervals:
@@ -92,7 +92,7 @@ def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A program. `moments`: (record, time field, instruction, seconds after it began)."""
+    """A program. `moments`: (record, time field, instruction index, seconds after its begin)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _RankProgram:
 
 
 class _Key(NamedTuple):
-    """An operation's key; its repr is the text that a deadlock message shows."""
+    """An operation's key; its repr is the text shown in deadlock messages."""
 
     text: str
     group: str
@@ -141,7 +141,7 @@ class _Replay:
         return Trace(ranks, about, self.recorded.metrics)
 
     def _program(self, rank_trace: RankTrace) -> _RankProgram:
-        """Instructions in recorded order; "measured" keeps the recorded time between events."""
+        """Instructions in recorded order; "measured" keeps the recorded time outside waits."""
         program, measured = _RankProgram(), self.computing == "measured"
         last_s, waiting = None, 0
         for when_s, _, kind, record in sorted(events_of(rank_trace), key=lambda x: x[:2]):
@@ -177,7 +177,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """Every communication operation. If ranks send unequal amounts, the slowest counts."""
+        """One Issue per communication operation; if ranks send unequal amounts, the slowest."""
         issues: dict[Hashable, Issue] = {}
         for rank_trace in self.recorded.ranks.values():
             for event in rank_trace.comms:
@@ -197,7 +197,7 @@ class _Replay:
         return issues
 
     def _slowest(self, rank_trace: RankTrace, event: CommEvent) -> Sending:
-        """The cost in the slowest group among this rank and the ranks that it represents."""
+        """The cost in the slowest group of this rank or of the ranks that it represents."""
         alike, size = [event], rank_trace.size
         if len(event.ranks) < size or event.op == "send":  # otherwise this is the only group
             alike += [as_seen_by(event, rank, size) for rank in self._placements(rank_trace, event)]
@@ -273,7 +273,7 @@ def _nonzero(when_s: float) -> float:
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """The steps to replay. Raises ValueError if no step, or not every `asked` step, can be."""
+    """The steps to replay. Raises ValueError if there is none, or an `asked` step has no data."""
     available = trace.steps(detail=False)
     if computing == "counted":
         available = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})

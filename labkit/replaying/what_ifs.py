@@ -18,7 +18,7 @@ LINKS = {  # argument of `changed`: slider label, unit, range in powers of ten
     "between_bytes_per_s": ("between nodes, GB/s", GB_PER_S, (-2.0, 4.0)),
     "between_latency_s": ("latency between, µs", US, (-1.0, 5.0)),
 }
-POWERS_PER_STEP = 0.05  # of a slider: 20 steps are a factor of 10
+POWERS_PER_STEP = 0.05  # 20 steps of a slider are a factor of 10
 
 Recorded = Trace | Callable[..., Trace]
 
@@ -31,8 +31,8 @@ def what_if(
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records a trace.
         ranks: draw the first `ranks` ranks; every rank is replayed.
-        choices: arguments of that function, each with a list of values. Every combination is
-            recorded immediately; moving a slider only replays and redraws.
+        choices: arguments of the function `recorded`, each with a list of values. Every
+            combination is recorded at once; moving a slider only replays and redraws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
     be replayed; ImportError if ipywidgets is missing.
@@ -87,7 +87,7 @@ def _check_counted(trace: Any, what: str) -> None:
 
 
 class WhatIf(PictureWidget):
-    """Sliders over the timeline of a replay; `line` shows the split of the step time."""
+    """Sliders above the timeline of a replay; `line` shows the split of the step time."""
 
     def __init__(
         self,

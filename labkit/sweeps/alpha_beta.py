@@ -2,9 +2,9 @@
 
     seconds(S) = steps(S) x alpha + bytes(S) x beta
 
-labkit/comm/collectives/costs.py gives steps and bytes. alpha is seconds per message, beta seconds
-per byte, including reduction; neither is negative. The fit is least squares of log(predicted /
-measured): with absolute errors, 4 KiB would not count against 64 MiB.
+labkit/comm/collectives/costs.py defines steps and bytes. alpha is seconds per step, beta seconds
+per byte (reduction included); neither is negative. The fit minimizes the sum of squares of
+log(predicted / measured): with absolute errors, 4 KiB would not count against 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ import numpy as np
 from labkit.comm.collectives.costs import COSTS, Cost, cost
 from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep
 
-FINE = 2000  # sizes at which fits are compared to find crossovers
-FAR = 14.0  # a factor of e**14, a million: beyond it, alpha or beta is practically 0
+FINE = 2000  # number of sizes at which crossovers compare fits
+FAR = 14.0  # log of a factor of a million, beyond which alpha or beta is practically 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def cost_of(op: str, algorithm: str, ranks: int, size_bytes: float) -> Cost:
 
 
 def fit(points: Sequence[Point]) -> Fit:
-    """Fit alpha and beta. Raises ValueError for several algorithms, or fewer than two sizes."""
+    """Fit alpha and beta. Raises ValueError for several algorithms or fewer than two sizes."""
     kinds = {(point.op, point.ranks, point.algorithm) for point in points}
     sizes = {point.size_bytes for point in points}
     if len(kinds) != 1 or len(sizes) < 2:
@@ -66,9 +66,9 @@ def fit(points: Sequence[Point]) -> Fit:
 
 
 def fit_line(costs: Sequence[Cost], seconds: Sequence[float]) -> tuple[float, float, float]:
-    """alpha, beta, and the root mean square of log(predicted / measured), which they minimize. Only
-    the ratio beta / alpha is searched: a common factor makes the mean logarithm 0, and the spread
-    is the error. The best ratio has the least spread; alpha or beta may be 0."""
+    """Return alpha, beta and the error that they minimize: the root mean square of log(predicted /
+    measured). Only the ratio beta / alpha is searched: a common factor makes the mean logarithm 0,
+    so that the spread is the error. The best ratio has the least spread; alpha or beta may be 0."""
     steps = np.array([c.steps for c in costs], dtype=float)
     sent = np.array([c.sent_bytes for c in costs], dtype=float)
 
@@ -98,8 +98,8 @@ def least(
 
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:
-    """A fit per operation, number of ranks and algorithm with several sizes. The default is not
-    fitted, as its algorithm changes with the size."""
+    """A fit per operation, number of ranks and algorithm measured at several sizes. "default" is
+    not fitted, as labkit's choice of algorithm changes with the size."""
     names = dict.fromkeys((p.op, p.ranks, p.algorithm) for p in sweep.points)
     lines = [sweep.of(*name) for name in names if name[-1] != DEFAULT]
     return [fit(line) for line in lines if len({point.size_bytes for point in line}) > 1]

@@ -1,11 +1,11 @@
 """Results of a sweep over sizes, as plain data, without torch.
 
     algbw = S / t                 bytes of the operation divided by its time
-    busbw = algbw x factor        rate of the busiest link, for any algorithm
+    busbw = algbw x factor        comparable with a link's peak rate for any number of ranks
 
 S and the factors follow nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive: its
-src/*.cu). S is the total size, n shards if an operation takes shards. there_and_back is labkit's
-own: a message of S bytes from an even rank to the next, and a message back.
+src/*.cu). S is the total size, of n shards if an operation takes shards. there_and_back is
+labkit's own: a message of S bytes from an even rank to the next, and a reply of S bytes.
 """
 
 import json
@@ -54,9 +54,9 @@ class Point:
     chosen: str  # the algorithm that ran
     own: bool  # the backend's own algorithm
     time_s: float  # per call
-    ratio: float  # time_s divided by the backend's own
-    wrong: int | None  # wrong elements on all ranks; None if not checked
-    copy_s: float  # per memory copy of equal size on all ranks at once
+    ratio: float  # time_s divided by the time of the backend's own algorithm
+    wrong: int | None  # wrong elements over all ranks; None if not checked
+    copy_s: float  # per memory copy of `size_bytes`, on all ranks at once
 
     @property
     def algbw_bytes_per_s(self) -> float:

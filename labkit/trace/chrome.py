@@ -6,7 +6,7 @@
     arrows     issue -> wait, send -> receive, first rank of a collective -> every other rank
 
 Times are in microseconds. Complete events ("X") on one thread nest or are disjoint. An arrow ("s"
-to "f") points forward in time, and both ends are inside an event on their thread. Source: "Trace
+to "f") points forward in time, and each end is inside an event on its thread. Source: "Trace
 Event Format", Google, 2016.
 """
 
@@ -23,7 +23,7 @@ from labkit.trace.measures import end_of, union
 
 Event = dict[str, Any]
 
-# Order of simultaneous events: an event precedes nested events and arrows from it.
+# Order of simultaneous events: an event precedes its nested events and the arrows from it.
 ORDER = {"M": 0, "X": 1, "s": 2, "f": 3, "C": 4}
 SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "transport",
          "algorithm", "blocking", "source")  # fmt: skip
@@ -102,7 +102,7 @@ class _RankSlices:
         return _Slice(self.rank.rank, name, category, begin_ns, max(begin_ns, end_ns), known)
 
     def _add_threads(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
-        """Put slices on a thread; crossing (if not `nest`, also nested) slices get new threads."""
+        """Put slices on a thread; crossing slices (unless `nest`, also nested) get new threads."""
         remaining = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while remaining or not self.threads:
             placed: list[_Slice] = []
@@ -121,7 +121,7 @@ class _RankSlices:
             remaining = crossing
 
     def computing_from(self, when_ns: int) -> _Slice | None:
-        """A slice from `when_ns`, where an arrow may begin; None if the rank is not computing."""
+        """A slice from `when_ns`, for an arrow's begin; None if the rank is not computing then."""
         place = bisect_right(self._computing, when_ns, key=lambda x: int(x[0]))
         end_ns = int(self._computing[place - 1][1]) if place else 0
         return _Slice(self.rank.rank, "", "", when_ns, end_ns, {}) if end_ns > when_ns else None

@@ -2,7 +2,7 @@
 
     run.json         program and environment of the run; written first
     rank0.jsonl ...  records, one file per rank (labkit/trace/rankfile.py)
-    metrics.jsonl    one line per `metric` call on a rank, {"step": 3, "rank": 0, "loss": 2.1}
+    metrics.jsonl    one line per `metric` call on a rank: {"step": 3, "rank": 0, "loss": 2.1}
 
 Ranks on one host share its monotonic clock. Hosts are aligned by Unix time, so times on different
 hosts agree as closely as the hosts' clocks: to about a millisecond with NTP.
@@ -38,7 +38,7 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
             override the environment (host, platform, versions, command, start time).
         replace: remove an existing run; unrelated files are never removed.
 
-    Raises ValueError if the folder holds a run (unless `replace`), or is neither empty nor a run.
+    Raises ValueError if `path` is a file, or holds unrelated files or (unless `replace`) a run.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()):
@@ -128,7 +128,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _drop_invalid(about: dict[str, Any]) -> list[str]:
-    """Remove invalid entries that labkit computes with; return one sentence per entry."""
+    """Remove invalid entries that labkit computes with; return one sentence per removed entry."""
     about.pop("problems", None)  # added by `read_run`, not recorded
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
     levels = [link]

@@ -73,7 +73,7 @@ class Operation(NamedTuple):
     when_s: float
     step: int
     name: str  # torch's name, "mm"
-    dtype: str  # of its first tensor, "bfloat16"
+    dtype: str  # of its first floating-point tensor, "bfloat16"
     flops: int
     moved_bytes: int  # read and written
     sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], batched or not
@@ -103,7 +103,7 @@ class RankTrace:
     memory: list[MemoryPoint] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     complete: bool = True  # False: the rank died, or the file was cut off
-    alike: tuple[int, ...] = ()  # global ranks with the same behavior and no record
+    alike: tuple[int, ...] = ()  # global ranks that this record represents
 
     def timed_records(self) -> Iterator[Span | CommEvent | Step]:
         return chain(self.steps, self.spans, self.comms)
@@ -176,7 +176,7 @@ class Trace:
 
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
         """The trace with a record for each of `ranks` (every rank by default). A represented rank
-        gets its representative's record, with groups from `groups_like`; lists are shared.
+        gets its representative's record, with groups from `groups_like`; other lists are shared.
         Raises ValueError for a rank that is neither recorded nor represented."""
         record_of = self.record_of
         expanded: dict[int, RankTrace] = {}
@@ -224,7 +224,7 @@ class Trace:
 
 
 def earlier(rank: RankTrace, by_s: float) -> RankTrace:
-    """Shift all times back by `by_s`. A time of 0.0 ("not yet") stays 0.0."""
+    """Shift all times back by `by_s`, except 0.0 ("not yet") in fields other than the first."""
 
     def moved(record: Any, names: tuple[str, ...]) -> Any:
         times = {name: getattr(record, name) for name in names}
@@ -242,8 +242,8 @@ def earlier(rank: RankTrace, by_s: float) -> RankTrace:
 def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
     """Translated copies of `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
 
-    (0, 1, 2, 3) of 8 ranks    (4, 5, 6, 7)                    neighbors
-    (0, 4) of 8 ranks          (1, 5)  (2, 6)  (3, 7)          one rank per node
+    (0, 1, 2, 3) of 8 ranks    also (4, 5, 6, 7)               neighbors
+    (0, 4) of 8 ranks          also (1, 5)  (2, 6)  (3, 7)     one rank per node
     """
     shape = [rank - min(ranks) for rank in ranks]
     groups, free = [], dict.fromkeys(range(size))
@@ -259,8 +259,8 @@ def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...
 
 
 def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
-    """The event on `rank`, which behaves like the recorded rank: in the corresponding group, with
-    the peer at the same distance. Returned unchanged if `rank` is in no corresponding group."""
+    """The event as a represented `rank` would record it: in the corresponding group, with the peer
+    at the same distance. Returned unchanged if `rank` is in no corresponding group."""
     own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
     if own is None:
         return event

@@ -69,7 +69,7 @@ def communicating(rank: RankTrace) -> Intervals:
 
 
 def overlap(trace: Trace) -> float:
-    """The fraction of all ranks' communication time hidden behind computing; 0 if there is none."""
+    """The fraction of all ranks' transfer time hidden behind computing; 0 without transfers."""
     pairs = [(communicating(rank), computing(rank)) for rank in trace.ranks.values()]
     total_s = sum(length_s(comm) for comm, _ in pairs)
     hidden_s = sum(length_s(common(comm, compute)) for comm, compute in pairs)
@@ -179,7 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """Waits during the awaited transfer or, unless it is a receive, an earlier transfer."""
+    """Waits during the awaited transfer or, unless awaiting a receive, an earlier transfer."""
     exposing, transfers = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 MAX_RANKS = 8  # 2 x 8 digits of 4 bits, each counting up to 15
-Key = tuple[int, int, int, int]  # of a message: source, target, tag, index among equal messages
+Key = tuple[int, int, int, int]  # of a message: source, target, tag, and index for these three
 Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None outside the buffer; value)
 Kind = Literal["send", "recv", "wait", "end"]
 
@@ -31,7 +31,7 @@ class Content:
         return bool(self.counts) and not any(self.counts)
 
     def is_right_in(self, place: int) -> bool:
-        """Whether this is valid in chunk `place`: empty, or that chunk's integers, each once."""
+        """Whether this is valid in chunk `place`: empty, or distinct integers of that chunk."""
         return self.is_empty or (self.chunk == place and max(self.counts) == 1)
 
 
@@ -70,7 +70,7 @@ class Movement:
 
     @property
     def sent_chunks(self) -> list[int]:
-        """The number of chunks sent per rank."""
+        """The number of chunks that each rank sends."""
         messages = [message for frame in self.frames for message in frame.messages]
         return [
             sum(len(message.contents) for message in messages if message.source == rank)
@@ -97,7 +97,7 @@ class Note:
 
 
 def number(rank: int, chunk: int, size: int) -> int:
-    """The int64 of `rank` in chunk `chunk` of n = `size`: D^rank + D^(n + chunk), D = 2^(64 // 2n).
+    """The int64 of `rank` in chunk `chunk`: D^rank + D^(n + chunk); n = `size`, D = 2^(64 // 2n).
     In a sum, the lower n digits count integers per rank and the upper n digits count integers per
     chunk, which reveals an element that was added twice or to the wrong chunk."""
     bits = 64 // (2 * size)
@@ -137,9 +137,9 @@ def _row(cells: Sequence[int], size: int) -> tuple[Content, ...]:
 
 
 def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
-    """The step of each message, from 1, and each rank's clock after each note: the last step it has
-    waited for. A message is assigned to the first step after both ends' clocks at posting in
-    which the sender sends nothing else and the receiver receives nothing else."""
+    """The step of each message, from 1, and each rank's clock after each note: the last step it
+    awaited. A message is assigned to the first step after both ends' clocks at posting in which the
+    sender sends nothing else and the receiver receives nothing else."""
     step_of: dict[Key, int] = {}
     posted: dict[Key, list[int]] = {}
     sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -177,7 +177,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """A rank's contents after each step: per chunk, the last value in the buffer or sent."""
+    """A rank's contents after each step: per chunk, the latest value in the buffer or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):

@@ -3,7 +3,7 @@
     {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
     ["step",0, 0,81.25,0.0,false]       kind, record number, columns of this kind
     ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
-    ["step",0, 0,81.25,81.5,false]      record 0 has ended: the later line wins
+    ["step",0, 0,81.25,81.5,false]      record 0 has ended: overrides its earlier line
     ["end",2]                           end mark: 2 records were written
 
 The file is ASCII and written in whole lines: a truncated file can be read up to the cut. The header
@@ -100,8 +100,8 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recur
 
 def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
     """Returns (trace, offset_s, problems): the readable records with the file's times, Unix time
-    minus the host's monotonic time, and one sentence per problem. Raises OSError; ValueError for an
-    invalid header, or a header that contradicts the file name."""
+    minus the host's monotonic time, and one sentence per problem. Raises OSError, or ValueError for
+    a header that is invalid or contradicts the file name."""
     lines = read_file(path).split(b"\n")
     if lines[-1] == b"":
         lines.pop()

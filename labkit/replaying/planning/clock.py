@@ -1,11 +1,11 @@
-"""Timing of a pipeline with many micro-batches: when each stage ends, and its waits.
+"""Timing of a pipeline with many micro-batches: when each stage ends and how long it waits.
 
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after warm-up, each round is
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                one forward and one backward
 
 Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they do so
-forever. The simulation stops at this period and inserts it for the remaining micro-batches, which
-yields the times of `labkit.replaying.engine` a hundred times faster.
+until cool-down. The simulation runs only some micro-batches and inserts this period for the rest:
+the times equal those of `labkit.replaying.engine`, but are found a hundred times faster.
 
     waits       ├─ bubble: neighbor has not sent yet ─┼─ pipeline: message in flight ─┤
 """
@@ -19,7 +19,7 @@ import numpy as np
 from labkit.schedules import Schedule, received, run_order, schedule
 
 Array = np.ndarray
-ROUNDING = 1e-12  # relative to the time so far
+ROUNDING = 1e-12  # tolerance, relative to the simulated time
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Compiled(NamedTuple):
 
     before: list[int]  # the previous action on the same stage
     needed: list[int]  # the action that sends the input; 0: none
-    takes: list[int]  # index of the action's seconds, 2 x virtual stage + (backward)
+    takes: list[int]  # index of the action's seconds, 2 x virtual stage + 1 for a backward
     over: list[int]  # index of the input message's seconds; p: none
     of_stage: Array  # [p, 2mv] actions per stage, in order
     warm_up: Array  # [p] number of actions before the first round

@@ -1,9 +1,9 @@
-"""One layer of a model at scale, recorded without data: compute, bytes sent, and memory.
+"""One layer of a model at scale, recorded without data: operations, bytes sent, and memory.
 
-Each of the three kinds of layers is recorded once, by running labkit's code between a source of the
-input and a sink for the output. A stage's compute, bytes sent, and memory are exact sums over its
-layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and AdamW's
-two moments. Dropout is 0.
+Each of the three kinds of layers is recorded once per shape: labkit's code runs between a source of
+the input and a sink for the output. A stage's operations, bytes sent and bytes kept are exact sums
+over its layers. Parameters and gradients are bfloat16; the optimizer keeps an fp32 master copy and
+AdamW's two moments. Dropout is 0.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ GRADIENT = "gradient"  # prefix of the span names that mark a completed gradient
 
 
 class Shape(NamedTuple):
-    """All parameters that determine a layer's recording; sizes are for the unsharded layer."""
+    """The inputs that determine a layer's recording; sizes are those of the unsharded layer."""
 
     kind: Kind
     width: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPass:
-    """The forward or backward pass of one micro-batch, or the optimizer step."""
+    """The forward or backward pass of one micro-batch through a layer, or its optimizer step."""
 
     # In order of time: ("compute", Operation), ("issue" or "wait", CommEvent), and ("gradient",
     # elements) for a completed gradient.
@@ -166,7 +166,7 @@ class _Stage(nn.Module):
 
 
 def _model(shapes: Sequence[Shape]) -> GPT:
-    """An untied bfloat16 GPT with these layers, sharded over the ranks; other layers are small."""
+    """An untied bfloat16 GPT with these layers, sharded over the ranks; extra layers are small."""
     first, depth = shapes[0], sum(shape.kind == "block" for shape in shapes)
     heads = max([first.tp, *(shape.heads for shape in shapes if shape.kind == "block")])
     vocab = max([first.tp, *(shape.vocab for shape in shapes)])
@@ -236,7 +236,7 @@ def _above(held: Bytes, before: Bytes) -> Bytes:
 
 @lru_cache(maxsize=4096)
 def recorded_update(parameters: tuple[int, ...]) -> LayerPass:
-    """The second step of `MasterWeights` with AdamW on parameters with these element counts."""
+    """Record the second step of `MasterWeights` (AdamW) on parameters of these element counts."""
     rank_trace = dry_run(_updates, parameters, ranks=1).ranks[0]
     step = next(x for x in rank_trace.spans if x.phase == "optimizer" and not x.depth)
     held = [x.held_bytes for x in rank_trace.memory]

@@ -5,7 +5,7 @@
     a model of 96 blocks   over pp 8:   12 blocks per stage, each block sharded over tp 8
 
 If an axis has one rank, its options (ZeRO, sequence parallelism, chunks) keep their defaults. By
-default, micro-batches and chunks are powers of two, and micro-batches have at most 16,384
+default, micro-batches and chunks are powers of two, and a micro-batch has one row or at most 16,384
 positions, where a matmul in tiles of 128 reaches 99 % of its speed (arXiv 2104.04473, section 3.4).
 """
 
@@ -86,7 +86,7 @@ class Layout:
         return self.scatter_gather and self.tp > 1 and self.pp > 1 and not self.sequence
 
     def microbatches(self, global_batch: int) -> int:
-        """Micro-batches per replica and step of `global_batch` rows."""
+        """Micro-batches per replica in a step of `global_batch` rows."""
         return global_batch // (self.dp * self.microbatch)
 
     @property
@@ -119,15 +119,15 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """Every layout of `ranks` ranks that divides model and batch, even if memory is exceeded.
+    """Every layout of `ranks` ranks that divides model and batch, even if it exceeds memory.
 
     Args:
         global_batch: rows per step, over all replicas.
         tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): one allowed value, or
-            several; every valid value if None.
+            several; if None, every valid value (microbatch and chunks: powers of two, as above).
         sequence: with or without sequence parallelism; both if None.
 
-    Raises ValueError for an invalid value, and if no layout remains (naming the nearest rank counts
+    Raises ValueError for an invalid value, or if no layout remains (naming the nearest rank counts
     that have a layout).
     """
     check_counts(ranks=ranks, global_batch=global_batch)
@@ -173,7 +173,7 @@ def layouts(
 
 
 def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> Iterator[Layout]:
-    """Layouts that vary axes, micro-batch and chunks; other options at their defaults."""
+    """Layouts that differ in axes, micro-batch or chunks; other options keep their defaults."""
     for tp, pp in product(
         wanted["tp"] or divisors(sizes.heads), wanted["pp"] or divisors(sizes.depth)
     ):
@@ -195,13 +195,13 @@ def _of_ranks(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> It
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors of a positive number, from 1 to itself."""
+    """Divisors of a positive number, in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if not number % n]
     return sorted({*small, *(number // n for n in small)})
 
 
 def powers_of_two(number: int) -> list[int]:
-    """Powers of two that divide `number`, from 1 up."""
+    """Powers of two that divide `number`, in ascending order."""
     return [n for n in divisors(number) if not n & (n - 1)]
 
 

@@ -1,7 +1,7 @@
 """Peak memory of a rank in a layout, computed from recorded layers.
 
     states        2 + 2 + 12 bytes per parameter; ZeRO shards the 12 over dp
-    in flight     kept by the layers per micro-batch, from its forward to its backward
+    in flight     bytes that layers keep per micro-batch, from its forward to its backward
     working       temporary peak of a layer or the optimizer, e.g. logits or a recomputed block
     messages      one being sent and one received early
     tied          a second copy of ZeRO's tied-embedding gradient shard, on both end stages
@@ -21,7 +21,7 @@ from labkit.replaying.planning.step_model import StepModel
 from labkit.trace import CATEGORIES
 
 PARAMETER_BYTES, GRADIENT_BYTES, MASTER_BYTES = 2, 2, 12  # bf16; bf16; fp32 and two moments
-STEP_COUNT_BYTES = 4  # Adam's, per tensor; an upper bound with ZeRO
+STEP_COUNT_BYTES = 4  # Adam's step counter per tensor; an upper bound with ZeRO
 PARAMETERS, GRADIENTS, OPTIMIZER, BUFFERS, OTHER = map(
     CATEGORIES.index,
     ("parameters", "gradients", "optimizer state", "communication buffers", "other"),
@@ -34,7 +34,7 @@ micro-batch in progress is not counted."""
 
 
 def peak_memory(model: StepModel) -> Mapping[str, float]:
-    """Bytes by category, on a rank of the stage with the highest peak."""
+    """Bytes by category at the peak, on a rank of the stage with the highest peak."""
     layout = model.layout
     in_flight = _in_flight(layout.pp, min(model.microbatches, 2 * layout.pp), layout.chunks)
     stages = zip(model.stages, in_flight, strict=True)
@@ -66,7 +66,7 @@ def _peak(chunks: Sequence[VirtualStage], shards: int, in_flight: InFlight) -> H
 
 @lru_cache(maxsize=4096)
 def _microbatch(chunk: VirtualStage) -> tuple[Held, Held]:
-    """Bytes kept from a micro-batch's forward to its backward, and its peak in both passes."""
+    """Bytes kept from a micro-batch's forward to its backward, and the peak of both passes."""
     kept = most = np.zeros(len(CATEGORIES), dtype=int)
     for layer, count in chunk.recorded():
         before = kept + (count - 1) * np.array(layer.kept)  # when the last of `count` layers runs

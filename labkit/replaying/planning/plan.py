@@ -23,7 +23,7 @@ HEADS = (
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A layout that does not fit. `memory_bytes` per category; a lower bound if `at_least`."""
+    """A layout that does not fit. `memory_bytes`: by category, a lower bound if `at_least`."""
 
     layout: Layout
     memory_bytes: Mapping[str, float]
@@ -103,7 +103,7 @@ class Plan:
         raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
-        """One sentence: why the layout is slower than the best, or how far it exceeds memory."""
+        """One sentence: why the layout is slower than the best, or that its peak exceeds memory."""
         if large := self._too_large.get(layout):
             return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
         return why(self.best, self.report(layout), self.cluster)
@@ -146,7 +146,7 @@ class Plan:
         return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
 
     def table(self, top: int | None = 10) -> Table:
-        """The `top` fastest layouts (every layout if None). Exposed: waits on all axes."""
+        """The `top` fastest layouts (None: every layout that fits). Exposed: summed over axes."""
         rows = []
         for place, report in enumerate(self.reports[:top], 1):
             layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
@@ -170,7 +170,7 @@ class Plan:
         return self.table()._repr_html_()
 
     def to_json(self) -> str:
-        """The complete plan, readable by other programs and `Plan.from_json`."""
+        """The complete plan as JSON, for other programs and `Plan.from_json`."""
         best = self.best
         contents = {
             "format": FORMAT,

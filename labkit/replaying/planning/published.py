@@ -6,9 +6,9 @@ paper (equation 3), FLOP/s include recomputation.
 
 The step times are the ground truth of vTrain, arXiv 2312.12391 (MIT license): Megatron-DeepSpeed,
 mixed precision, 1F1B, attention that stores its scores, full recomputation, and an assumed
-vocabulary of 51,200. calibration.json lists each with labkit's prediction. The 3.6B model with
-micro-batches of 64 on tp 8, dp 8 took twice as long as similar layouts: it looks like an outlier,
-but is included in every error that labkit reports.
+vocabulary of 51,200. calibration.json lists each step time with labkit's prediction. The 3.6B
+model with micro-batches of 64 on tp 8, dp 8 took twice as long as with 32: this time looks like an
+outlier, but is included in every error that labkit reports.
 """
 
 import json
@@ -126,11 +126,11 @@ class Calibration:
         return np.array([row.step_s for row in self.rows])
 
     def errors(self, predicted_s: Array | None = None) -> Array:
-        """Signed relative error per row, of `predicted_s` or by default the fit to all rows."""
+        """Signed relative error per row, of `predicted_s` (by default, of the fit to all rows)."""
         return (self.predicted_s if predicted_s is None else predicted_s) / self.measured_s - 1
 
     def summary(self) -> dict[str, tuple[int, float, float]]:
-        """Rows, mean and median absolute error: overall, per table, per width, and held out."""
+        """Row count, mean and median |relative error|: overall, per table, per width, held out."""
         off, rows = np.abs(self.errors()), self.rows
         parts: dict[str, Array] = {"all rows": off}
         for name in dict.fromkeys(row.file for row in rows):

@@ -41,7 +41,7 @@ def plan(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Plan:
-    """Every layout of a model that fits on a cluster, ranked by replayed step time.
+    """Plan a model on a cluster: the layouts that fit, ranked by replayed step time.
 
     Args:
         global_batch: rows per step, over all replicas.
@@ -84,7 +84,7 @@ def fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """Whether a model fits in the layout with the lowest peak. Arguments as for `plan`."""
+    """Whether a model fits, in the layout with the lowest peak. Arguments as for `plan`."""
     bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
     budget_bytes = _budget(cluster, max_memory_bytes)
     return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
@@ -105,7 +105,7 @@ def largest_that_fits(
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
-    # A depth that every stage count divides, so that `layouts` excludes no stage count.
+    # A depth divisible by every stage count, so that `layouts` excludes no stage count.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
 
     def most_blocks(layout: Layout) -> int:

@@ -1,4 +1,4 @@
-"""Time, memory and bytes sent per step of a layout, and why a step is slower than the best.
+"""Time, memory and bytes sent in a step of a layout, and why a step is slower than the best.
 
     best    ███████████ compute ██ tensor █ bubble
     other   ███████████ compute ██ tensor █████████████ bubble
@@ -25,7 +25,7 @@ GB = 1e9
 class StepReport:
     """One step of `sizes` on `global_batch` rows, replayed on a cluster. The parts are means over
     stages and add up exactly to `step_s`. Memory is that of the stage with the highest peak; bytes
-    sent are bus bytes of the rank that sends the most along an axis."""
+    sent are bus bytes of the rank that sends the most along each axis."""
 
     sizes: Sizes
     layout: Layout
@@ -53,7 +53,7 @@ def seconds(report: StepReport) -> dict[str, float]:
 
 
 def reached(report: StepReport) -> float:
-    """The fraction of peak FLOP/s reached while computing, including recomputation: 0 to 1."""
+    """The fraction of peak FLOP/s (0 to 1) reached while computing, including recomputation."""
     again = 4 / 3 if report.layout.recompute == "full" else 1.0
     return report.mfu * report.step_s / report.compute_s * again
 
@@ -77,7 +77,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
 
 
 def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bool = False) -> str:
-    """One sentence: a too-large layout's peak memory, the budget, and its largest category."""
+    """One sentence: the budget, and an oversized layout's peak and largest category."""
     peak, budget = sum(memory_bytes.values()) / GB, budget_bytes / GB
     largest = max(memory_bytes, key=lambda name: memory_bytes[name])
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3

@@ -11,8 +11,8 @@ Chunk c of stage r is virtual stage c p + r.
     exposed                            ▒▒▒     the rank waits for the collective
 
 A layer begins and ends with no communication in flight, so the layers' times add up. The host runs
-ahead within one pass of a layer, but not into the next pass: running ahead over a whole step would
-hide a slow forward behind a long backward, which measured steps do not show (calibrate.py).
+ahead within one pass of a layer, but not into the next pass: running ahead through a whole step
+would hide a slow forward behind a long backward, unlike in measured steps (calibrate.py).
 """
 
 from collections import Counter
@@ -102,9 +102,9 @@ def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one group
-    per distribution over nodes, as equal distributions take equal times. Groups along "tp" or "dp"
-    are within one stage; groups along "pp" contain one rank per stage. Ranks count from their
-    group's first node, so that stages with equal placement share a cached result."""
+    per distribution over nodes, as equally distributed groups take equal times. Groups along "tp"
+    or "dp" are within one stage; groups along "pp" contain one rank per stage. Ranks count from
+    their group's first node, so that stages with equal placement share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
@@ -138,7 +138,7 @@ class StageSeconds(NamedTuple):
 
 
 def chunk_seconds(costs: Costs, chunk: VirtualStage, groups: Groups) -> StageSeconds:
-    """Sum over a chunk's layers, with collectives timed in the slowest tensor-parallel group."""
+    """Times summed over a chunk's layers, with collectives in the slowest tensor-parallel group."""
     forward_s = backward_s = compute_s = exposed_s = 0.0
     gradients: list[tuple[float, int]] = []
     for shape in reversed(list(chunk)):

@@ -42,7 +42,7 @@ BUCKET_BYTES = 25 * 2**20  # default bucket size of DDP and ZeroOptimizer
 
 
 class StepModel:
-    """Costs of a step before the pipeline is simulated; arguments and errors: `step_report`."""
+    """Costs of a step before pipeline simulation; arguments and errors as in `step_report`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class StepModel:
         # rank: V w / t elements, divided by dp with ZeRO.
         self.tied_stages = (0, layout.pp - 1) if sizes.tied and layout.pp > 1 else ()
         self.tied_bytes = -(-vocabulary_elements(sizes, layout) // layout.shards) * ELEMENT_BYTES
-        # Bytes of one rank's message to a neighboring stage; seconds to the next stage (cyclic).
+        # Bytes per rank and message to a neighboring stage; seconds from each stage to the next.
         x_bytes = layout.microbatch * sizes.context * sizes.width * ELEMENT_BYTES
         is_sharded = layout.sequence or layout.scatter_gather
         self.message_bytes = x_bytes // layout.tp if is_sharded else x_bytes
@@ -231,7 +231,7 @@ def _sent(
 
 @lru_cache(maxsize=4096)
 def _buckets(elements: tuple[int, ...]) -> list[tuple[int, int]]:
-    """DDP's buckets for gradients in completion order: (index of last gradient, bytes)."""
+    """DDP's buckets for gradients in completion order: (index of the last gradient, bytes)."""
     gradients = [torch.empty(numel, dtype=DTYPE, device="meta") for numel in elements]
     buckets, place = [], -1
     for bucket in cut(gradients[::-1], BUCKET_BYTES):

@@ -46,7 +46,7 @@ def step_report(
         core: attention kernel; "fused" stores no scores, "plain" stores every score.
 
     Raises ValueError if the model or batch is not divisible by the layout, or if the layout needs
-    more ranks than the cluster has. If the device has a `host_s`, operations wait for their launch.
+    more ranks than the cluster has. If the device's `host_s` > 0, operations wait for their launch.
     """
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     m, timing = model.microbatches, model.timing()
@@ -103,9 +103,9 @@ def step_trace(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> Trace:
-    """Trace one step, with the arguments and errors of `step_report`. In every stage, the rank with
+    """The trace of a step; arguments and errors as in `step_report`. In every stage, the rank with
     dp 0, tp 0 represents the other ranks (RankTrace.alike). Micro-batch spans include
-    tensor-parallel collectives. Building the trace takes 20 us per action of the schedule."""
+    tensor-parallel collectives. Building the trace takes about 20 µs per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     timing = model.timing()
     ends = step_ends(model, timing)

@@ -1,4 +1,4 @@
-"""Parses an NCCL log. Every line begins with its process; lines of different ranks are mixed:
+"""Parses an NCCL log. Most lines begin with their process; ranks' lines are interleaved:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device
@@ -80,7 +80,7 @@ def _read_process_line(log: NcclLog, line: Match) -> bool:
 
 class _Communicators:
     """The communicators, and which communicator each thread is setting up. If the log names at most
-    one communicator, every line belongs to that communicator, even if the log begins later."""
+    one communicator, every line belongs to that communicator, even if its start-up is missing."""
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}

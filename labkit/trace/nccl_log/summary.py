@@ -9,7 +9,7 @@ from labkit.foreign import markup
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog
 from labkit.trace.nccl_log.log import alike
 
-MAX_SHOWN = 4  # number of warnings, hosts or rings
+MAX_SHOWN = 4  # maximum number of warnings, hosts or rings
 
 
 def table(log: NcclLog, name: str = "NCCL log") -> Table:

@@ -3,7 +3,7 @@
 A dispatch mode intercepts every operation. The mode adds the operation's FLOPs and bytes moved to
 the current span, and a ledger lists each storage (which many tensors may share) until it is freed.
 
-    parameters              of modules, and those that a strategy keeps separately
+    parameters              of modules, and parameters that a strategy keeps separately
     gradients               storages of `.grad`, including buckets; an optimizer's
                             `gradient_pieces()`
     optimizer state         moments, and parameter copies that the optimizer updates
@@ -77,7 +77,7 @@ class Ledger:
                 self._changed(tuple(self._sums))
 
     def measure_again(self, only: Any = None) -> None:
-        """Update the size of storage `only`, or of every storage, as strategies resize some."""
+        """Update the size of storage `only`, or of every storage: strategies resize storages."""
         with self._lock:
             for key in list(self._held) if only is None else [id(only)]:
                 ref, category, nbytes = self._held.get(key, (None, 0, 0))
@@ -89,7 +89,7 @@ class Ledger:
 
 
 class Detail:
-    """Counts memory and operations between `begin` and `end`, into `trace` and `spans`."""
+    """Records memory and operations from `begin` to `end` in `trace` and `spans`."""
 
     def __init__(self, spans: Spans, trace: RankTrace):
         self._spans, self._trace = spans, trace
@@ -117,7 +117,7 @@ class Detail:
                 self._track(x)
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_measure(storage: Any, size: int) -> Any:  # invisible to dispatch modes
+        def resize_and_measure(storage: Any, size: int) -> Any:  # dispatch modes miss resizes
             resized = resize(storage, size)
             self._ledger.measure_again(only=storage)
             return resized
@@ -145,7 +145,7 @@ class Detail:
         self._on_grad_ready(parameter)
         if parameter.requires_grad and parameter.is_leaf and id(parameter) not in self._tracked:
             self._tracked.add(id(parameter))
-            # torch's method, as a ZeRO-3 shard's own method refuses hooks that never run
+            # torch's method: a ZeRO-3 shard's override refuses hooks that would never run
             hook = torch.Tensor.register_post_accumulate_grad_hook(parameter, self._on_grad_ready)
             self._in_place.callback(hook.remove)
 

@@ -160,7 +160,7 @@ class WatchedComm:
         return self._handle(key, work, lambda: x.copy_(arrived))
 
     def _handle(self, key: Key, work: Work, finish: Callable[[], object] = lambda: None) -> Any:
-        """A handle for a pending message, which notes the first `wait`."""
+        """A handle for a pending message; its first `wait` is noted."""
 
         @cache
         def wait() -> None:

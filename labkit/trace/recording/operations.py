@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def moved_bytes_of(func: Any, ins: Tensors, outs: Tensors) -> int:
-    """Bytes read and written: 0 for views, and only the selected rows for look-ups."""
+    """Bytes read and written: 0 for views; look-ups and row updates count only selected rows."""
     kind = func._overloadpacket
     in_bytes, out_bytes = (sum(x.nbytes for x in some) for some in (ins, outs))
     if kind in ALLOCATE or func.is_view:
@@ -70,7 +70,7 @@ def operation_of(
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that an operation without a return value writes, as on tensor lists."""
+    """The arguments written by an operation without a return value, such as `_foreach_add_`."""
     arguments = func._schema.arguments
     given = dict(zip((x.name for x in arguments), args)) | kwargs
     return tensors_in([given.get(x.name) for x in arguments if x.is_write])

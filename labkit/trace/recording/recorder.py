@@ -1,6 +1,6 @@
-"""The recorder of one rank: collects spans, communication events, memory and metrics per step, and
-writes finished records to the run folder every half second, so that the records of a rank survive
-if the rank dies or hangs."""
+"""Records one rank: collects spans, communication events, memory and metrics per step, and writes
+finished records to the run folder every half second, so that these records survive if the rank dies
+or hangs."""
 
 import platform
 import threading
@@ -138,7 +138,7 @@ class Recorder:
         return bool(steps) and steps[-1] is self._step and self.count() <= self.count_at_begin
 
     def _root_called(self, root: nn.Module) -> None:
-        if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # by the recorded code
+        if self.clock is HOST_CLOCK and torch.cuda.is_initialized():  # the recorded code uses CUDA
             self.clock = StreamClock()
             if not self._detail:
                 self.spans.clock = here.clock = self.clock
@@ -212,7 +212,7 @@ class _Writer:
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
-        """Write new records, and the spans that were already open at the previous write."""
+        """Write new records, and the spans open since the previous write."""
         if self.off:
             return
         self._recorder.clock.settle()

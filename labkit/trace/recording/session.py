@@ -1,6 +1,6 @@
 """`record()` records a world's runs from a notebook, or one rank from inside its process. In a
-notebook, every `world.run` sends a spec to a Recorder on each rank; the ranks write to the run
-folder, which is read at the end. On a single rank, the Recorder is in this process."""
+notebook, every `world.run` sends a spec to each rank, whose Recorder writes to the run folder; the
+folder is read when the block ends. On a single rank, the Recorder is in this process."""
 
 import os
 import shutil
@@ -78,7 +78,7 @@ def record(
         replace: overwrite a run at `path`.
         about: additional entries for `run.json`, as `seed=3`.
 
-    Raises ValueError as `begin_run` for `path`, and RuntimeError inside another `record()`.
+    Raises ValueError as `begin_run` or for `detail_step` < 0, RuntimeError if already recording.
 
     >>> with record() as trace:
     ...     world.run(train)

@@ -179,14 +179,14 @@ class Spans:
                     self._done(span)
                 else:
                     self.end(span)
-                if outermost:  # until backward, the loss is computed
+                if outermost:  # time until backward counts as the loss
                     self._loss = Span("forward", "loss", self.step, 0.0, 0.0, 0, "loss")
                     clock.begin(self._loss)
 
         return recorded_call
 
     def _name_modules(self, root: nn.Module) -> _NamedModule:
-        """Name every module below `root`, without the "module." prefix of a wrapper."""
+        """Name `root` and every module below it, without a wrapper's "module." prefix."""
         for path, module in root.named_modules():
             known = self._known.get(id(module))
             if known is None or known.module() is not module:
@@ -200,7 +200,7 @@ class Spans:
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
         """Call `hooks` when backward reaches the nodes that created these tensors; return whether
-        any node was marked. Nodes before the last mark are skipped, as most inputs are marked."""
+        any node was marked. Nodes before the last mark are skipped: most are marked already."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
@@ -210,8 +210,8 @@ class Spans:
                     if number not in marked:  # one node may create several tensors
                         marked.append(number)
                         # Registering a tensor's hook dict costs a third of `register_prehook`.
-                        # All nodes share this tensor: one per module would be allocated among
-                        # the activations and fragment the heap.
+                        # All nodes share one holder: a tensor per module would be allocated
+                        # among the activations and fragment the heap.
                         self._hook_holder._backward_hooks = hooks
                         node._register_hook_dict(self._hook_holder)
                     break

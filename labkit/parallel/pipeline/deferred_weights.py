@@ -70,8 +70,8 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
-    not inputs: autograd would call their hooks too early. The anchor lets backward run even if x
-    needs no gradient."""
+    not inputs, as autograd would then call their hooks too early. The anchor lets backward run even
+    if x needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:

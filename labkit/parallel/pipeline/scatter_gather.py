@@ -55,7 +55,7 @@ def scatter_gather_over(
     comm: Comm | None, pipeline: Comm, stages: Iterable[nn.Module]
 ) -> ScatterGather | None:
     """ScatterGather over `comm`; None if `comm` is None or has one rank. All ranks of `pipeline`
-    must call this; all raise ValueError if comms differ or the ranks of one hold different messages."""
+    must call this; all raise ValueError if comms differ or their ranks hold different messages."""
     comm = None if comm is None else Comm.of(comm)
     own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
     mismatch = _mismatch(comm, pipeline, list(stages)) if comm and comm.size > 1 else ""

@@ -1,6 +1,6 @@
 """The communicator: torch.distributed's operations on one process group, with the same names.
 
-A `Comm` also records an event with the byte counts of each operation, lets ranks compare calls
+A `Comm` also records an event per operation, with byte counts, lets ranks compare calls
 before a mismatch can hang them, and accepts any dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
@@ -153,8 +153,8 @@ class Comm:
         self._dispatcher.compare(what, value)
 
     def compare_calls(self) -> None:
-        """Raises CollectiveMismatch, on all ranks, if the ranks' collectives since the last such
-        call differ. Sends nothing under `World(check=True)`, which compares each collective."""
+        """Raises CollectiveMismatch, on all ranks, if the ranks' collectives since the previous
+        comparison differ. Sends nothing under `World(check=True)`, which compares every call."""
         calls, backends = [*self._dispatcher.calls], self._dispatcher.backend_of.values()
         self._dispatcher.calls.clear()
         skip = here.board is not None or self.size == 1 or "fake" in backends
@@ -168,7 +168,7 @@ class Comm:
 
     def symmetric_empty(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """A flat tensor of `numel` elements, with the dtype and device of `like`, for repeated
-        reduction, as of a gradient bucket. All ranks must call this with equal `numel`. If ranks
+        reduction (e.g. of a gradient bucket). All ranks must call this with equal `numel`. If ranks
         share memory, an `all_reduce` of the same slice on all ranks copies nothing. Raises
         ValueError for a negative size."""
         if numel < 0:
@@ -379,7 +379,7 @@ class Comm:
         flat = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         return flat.to(self.own_device())
 
-    # --- point to point: the k-th receive matches the k-th send of equal ranks and tag --------
+    # --- point to point: the k-th receive matches the k-th send with equal ranks and tag ------
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         """Send `x` to rank `dst`; blocks until `x` may be modified."""

@@ -9,7 +9,7 @@ from labkit.runtime.transports.wire import LaneWork, Work
 
 
 class CommError(RuntimeError):
-    """An operation failed in progress: a peer died or timed out."""
+    """An operation failed while in progress: a peer died or timed out."""
 
     @classmethod
     def of(cls, operation: str, error: BaseException) -> "CommError":
@@ -38,7 +38,7 @@ class Handle:
             self._end = clock.end_of(work)
 
     def wait(self) -> None:
-        """Block until completion (CUDA: make the current stream wait). CommError on failure."""
+        """Block until completion (CUDA: the current stream waits). Raises CommError on failure."""
         if self._work is None:
             return
         if self._event and not self._event.blocking:
@@ -64,7 +64,7 @@ class Handle:
         return self._work is None or self._work.is_completed()
 
     def _complete(self, event: CommEvent, sent_bytes: object) -> None:
-        """Fill in the remaining fields, `ended_s` last, which marks the event as complete."""
+        """Fill in the remaining fields; `ended_s`, set last, marks the event as complete."""
         counted = isinstance(sent_bytes, int) and not isinstance(sent_bytes, bool)
         event.wire_bytes = int(sent_bytes) if counted else event.bus_bytes  # type: ignore[call-overload]
         self._clock.mark(event, "wait_ended_s")

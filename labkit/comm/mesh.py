@@ -28,7 +28,7 @@ class Mesh:
         <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
     All ranks must create the mesh, and request the same multi-axis groups, such as
-    mesh["dp", "cp"], whose ranks are in mesh order. An equal mesh created later reuses the groups.
+    mesh["dp", "cp"], in the same order. Groups list ranks in mesh order; equal meshes share them.
     Raises ValueError unless the axes cover all ranks, KeyError for an unknown axis.
 
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])

@@ -14,7 +14,7 @@ def untraced(cls: Class) -> Class:
     """Class decorator: torch.compile traces neither the methods of `cls` nor their callees."""
 
     def wrapped(method: Any) -> Any:
-        disabled = torch._disable_dynamo(method)  # imports torch._dynamo when called: 1 s
+        disabled = torch._disable_dynamo(method)  # imports torch._dynamo (1 s) when called
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """All schedules by name, and the definitions of all but the zero-bubble schedules (zero_bubble.py).
 
-Naive: a micro-batch runs forward through all stages, then backward, before the next one starts.
+Naive: a micro-batch runs forward through all stages, then backward, before the next begins.
 
     3 stages, 2 micro-batches; F1 is the forward of micro-batch 1, B1 its backward
 
@@ -8,8 +8,8 @@ Naive: a micro-batch runs forward through all stages, then backward, before the 
         stage 1  .. F0 .. .. B0 .. .. F1 .. .. B1
         stage 2  .. .. F0 B0 .. .. .. .. F1 B1
 
-A stage holds one micro-batch and is busy 1/p of the time, as in a model with layers on several
-devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
+A stage holds one micro-batch and is busy 1/p of the time, as in a model whose layers are placed on
+several devices (`.to("cuda:1")`). The bubble is m (p - 1)(F + B) for m micro-batches on p stages.
 
 GPipe: all forwards, then all backwards.
 
@@ -20,7 +20,7 @@ GPipe: all forwards, then all backwards.
         stage 2  .. .. F0 F1 F2 F3 B0 B1 B2 B3
 
 The bubble (filling and draining) is (p - 1)(F + B), or (p - 1)/(m + p - 1) of the step. Each stage
-holds the activations of all m micro-batches. (The GPipe paper reverses backwards; same cost.)
+holds the activations of all m micro-batches. (The paper reverses the backwards, at equal cost.)
 
 1F1B: after a warm-up, each stage alternates one forward and one backward.
 
@@ -32,7 +32,7 @@ holds the activations of all m micro-batches. (The GPipe paper reverses backward
 
 The bubble is GPipe's, but stage r holds the activations of at most p - r micro-batches.
 
-Interleaved: each micro-batch passes all stages several times, through a smaller chunk each time.
+Interleaved: each micro-batch passes through all stages v times, through a smaller chunk each time.
 
   2 stages, 4 micro-batches, 2 chunks
 

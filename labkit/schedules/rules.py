@@ -1,4 +1,4 @@
-"""The rules that every schedule must follow, including your own.
+"""The rules that every schedule, including a custom one, must follow.
 
 `check` reports the first violation, in this order:
 

@@ -36,7 +36,7 @@ def parse(text: str) -> list[Action]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """One line per stage, with or without the label "stage 0"; `check` validates the result.
+    """Parse one line per stage, with or without a label "stage 0"; then call `check` to validate.
 
     >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
     True

@@ -26,11 +26,11 @@ first stage; in ZB-H2, by two Ws, with almost twice that memory:
         stage 1  .. F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
         stage 2  .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-With ZB-H2, no stage is idle between its first and last action, and the next step can start at once
-unless stages synchronize (as for the global gradient norm). So the bubble is that of the stage with
-the longest time from its first to its last action.
+Here no stage is idle between its first and last action, and the next step can start at once unless
+stages synchronize (e.g. for the global gradient norm). So the table counts the bubble on the stage
+with the longest time from its first to its last action.
 
-In the table, ZB-H1's bubble holds for W <= F, ZB-H2's (never below 0) for W <= F or I <= F.
+The table's bubble holds for W <= F in ZB-H1, and for W <= F or I <= F in ZB-H2 (at least 0).
 Otherwise, the bubbles are (p-1) I and (p-1)(I-F): the first stage has run as many forwards as its
 memory allows and waits for the first I. No order of actions improves on this with that memory.
 

@@ -5,7 +5,7 @@
 
 Shapes: n ranks, S bytes; `chunks` is a list of n flat tensors; chunk i belongs to rank i.
 Cost: alpha = latency of a message, beta = seconds per byte, gamma = seconds to reduce a byte.
-labkit/runtime/transports/chooser.py selects the algorithm. Signature per collective:
+labkit/runtime/transports/chooser.py selects the algorithm. Signatures:
 
     broadcast         (wire, x, root, tag)
     reduce            (wire, x, root, reduce, tag)

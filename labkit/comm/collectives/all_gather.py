@@ -90,8 +90,8 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """For any n. Keep chunks in ring order, starting with this rank's chunk. Each round fetches as
-    many as this rank holds (in the last round, lacks) from the rank 1, 2, 4, ... ahead. Cost:
-    ceil(log2 n) alpha + (n-1)/n S beta, plus a copy of S bytes to sort the chunks by rank.
+    many chunks as this rank holds (in the last round, lacks) from 1, 2, 4, ... ranks ahead.
+    Cost: ceil(log2 n) alpha + (n-1)/n S beta, plus a copy of S bytes to sort the chunks by rank.
 
         at first     0: c0           1: c1           2: c2
         1 ahead      0: c0 c1        1: c1 c2        2: c2 c0

@@ -5,7 +5,7 @@
     ring                 reduce-scatter, then all-gather   2(n-1) alpha + 2(n-1)/n S beta
     recursive doubling   exchange the whole `x` and add    log2(n) (alpha + S beta)
     halving, doubling    the ring's phases, recursively    2 log2(n) alpha + 2(n-1)/n S beta
-    double tree          double_tree.py                    4 log2(n) alpha + ~2 S beta
+    double tree          double_tree.py, in P pieces       (P + 2 log2 n) alpha + ~2 S beta
     hierarchical         hierarchical.py
 
 For a mean, the complete sum is divided by n (`divide_by`; 1 for other reductions). If n is not a

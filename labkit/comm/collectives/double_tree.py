@@ -5,7 +5,7 @@ rank is an inner node of one and a leaf of the other (for odd n, rank 0 is an in
 Each tree carries half of `x`, whose P pieces are pipelined up to the root and down again. 4 ranks:
 
     0                        3
-    └── 2                    └── 1       each rank has one parent and at most two children
+    └── 2                    └── 1       each rank has at most a parent and two children
         ├── 1                    ├── 2   in one tree, and only a parent in the other
         └── 3                    └── 0
 

@@ -61,7 +61,7 @@ def tree_gather(
 
 
 # In this binomial tree, a subtree's positions are consecutive: with 8 ranks, 5, 6, 7 are below 4,
-# and 3 is below 2. (In the broadcast tree, which sends to distant ranks last, positions are not.)
+# and 3 is below 2. (In the broadcast tree, which sends to distant ranks last, they are scattered.)
 
 
 def parent(position: int) -> int:
@@ -70,7 +70,7 @@ def parent(position: int) -> int:
 
 
 def children(n: int, position: int) -> list[int]:
-    """The children, nearest (whose block is ready first) to farthest: 5 and 6 for 4."""
+    """The children from nearest (its block is ready first) to farthest: 5 and 6 for 4."""
     bits = [1 << k for k in range((n - 1).bit_length())]
     lowest = position & -position or n
     return [position + bit for bit in bits if bit < lowest and position + bit < n]

@@ -9,8 +9,8 @@ shared memory) are much faster than those between nodes (Ethernet, InfiniBand).
                                             1: B0+B1 <------------------->  3: B0+B1
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
-Cost, m nodes of k ranks: 2(k-1) alpha + 2(k-1)/k S beta inside nodes; between nodes, with different
-alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes of an all-reduce of S.
+Cost for m nodes of k ranks: 2(k-1) alpha + 2(k-1)/k S beta inside nodes; between nodes, with
+different alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes for all of S.
 If nodes differ in size, the smallest node sets how many ranks per node communicate between nodes;
 the other ranks first fold into these ranks (fold.py).
 

@@ -15,7 +15,7 @@ from labkit.runtime.transports.wire import Wire
 
 
 def flat_reduce(wire: Wire, x: torch.Tensor, root: int, reduce: Reduction, tag: int) -> Algorithm:
-    """The root adds all other ranks' `x` in rank order.
+    """The root adds the other ranks' `x` in rank order, starting with the next rank.
     Cost: (n-1) (alpha + S beta + S gamma).
 
         1 --> 0      (0+1)

@@ -4,7 +4,7 @@
     recursive halving   exchange half of the block    log2(n) alpha + (n-1)/n S (beta + gamma)
 
 If n is not a power of two, recursive halving folds first: each extra rank sends all its chunks to a
-core rank, which adds 2 alpha + (1 + 1/n) S beta.
+core rank and receives its reduced chunk at the end. This adds 2 alpha + (1 + 1/n) S beta + S gamma.
 Source: Thakur, Rabenseifner and Gropp, 2005, sections 4.2 and 4.4.
 """
 

@@ -11,9 +11,9 @@ holds 1/n of the activations. Only attention needs other ranks' tokens, so its c
     way="ulysses"   ranks swap tokens for heads and back            ulysses.py
 
     model = context_parallel(GPT(...), comm)        # edit first,
-    model = DDP(model, comm)                        # then wrap: each rank's loss is the mean over
-    x, y = (sequence_shard(t, comm) for t in (x, y))        # its tokens, equally many per rank, so
-    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # gradients are averaged
+    model = DDP(model, comm)                        # then wrap: each rank's loss and gradients
+    x, y = (sequence_shard(t, comm) for t in (x, y))        # are means over equally many tokens,
+    F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # so their average is exact
 
 On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks combined,
 `mesh["dp", "cp"]`; a strategy over fewer ranks raises ValueError:
@@ -21,7 +21,7 @@ On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-With dropout, seed each rank differently after building the model; "ring" has no attention dropout.
+With dropout, seed ranks differently after building the model; "ring" supports no attention dropout.
 
 Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; name and shards:
     Llama Team, arXiv 2407.21783, section 3.3.2.
@@ -51,10 +51,10 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         comm: the ranks that share each sequence.
         way: "ring" needs s divisible by 2n; "ulysses" also needs n to divide both head counts.
 
-    Returns the model with the same weights and names. `positions` default to this rank's
-    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy over
-    fewer ranks owns the parameters; in forward, if a sequence is not divisible or exceeds the
-    model's context."""
+    Returns the model with the same weights and names. `positions` defaults to this rank's
+    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy that
+    does not span `comm` owns parameters; in forward, if s is not divisible by 2n or exceeds
+    the model's context."""
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
@@ -72,7 +72,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
             f"{type(model).__name__}.forward has no argument `positions`, the positions of a "
             "rank's tokens; edit the plain model first, then wrap it"
         )
-    for name, parameter in model.named_parameters():  # the mark checks later strategies
+    for name, parameter in model.named_parameters():  # SequenceParts checks later owners
         owner = owner_of(parameter)
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
@@ -136,7 +136,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
 
 
 class _FillPositions:
-    """Forward pre-hook that passes `positions`; by default, each shard would begin at 0."""
+    """Forward pre-hook that passes `positions`; without it, each shard would begin at 0."""
 
     def __init__(self, model: nn.Module, comm: Comm):
         self.signature, self.comm = inspect.signature(model.forward), comm

@@ -4,12 +4,12 @@
 
               step 0      step 1      step 2      step 3
     rank 0    q₀ k₀       q₀ k₃       q₀ k₂       q₀ k₁       a block moves on to the next rank
-    rank 1    q₁ k₁       q₁ k₀       q₁ k₃       q₁ k₂       while the rank computes with it
+    rank 1    q₁ k₁       q₁ k₀       q₁ k₃       q₁ k₂       while this rank computes with it
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-Each step computes attention to one block, as FlashAttention does: out and, per query, L = log(sum
-of exp(score)). Two partial results are combined as:
+Each step computes attention to one block like FlashAttention: out and, per query, L = log(sum of
+exp(score)). Two partial results are combined as:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
 
@@ -19,9 +19,9 @@ With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal bloc
     an earlier rank's  all queries see its early half, none see its late half    s²/2n²
     a later rank's     the late half of the queries sees all keys                s²/2n²
 
-In backward, k and v travel again; each block's gradient travels with the block to its owner.
+In backward, k and v travel again; each block's gradient follows the block and ends at its owner.
 
-    saved     q, k, v, out, and L (4 bytes per row): linear in s/n; no scores
+    saved     q, k, v, out, and L (4 bytes per query): linear in s/n; no scores
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements sent per rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
     hidden    if a block takes longer to compute than to send: labkit/predict/context.py

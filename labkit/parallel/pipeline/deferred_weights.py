@@ -4,8 +4,8 @@
                                   weight   dW = dyᵀ x, db = Σ dy     no stage waits for dW, db
 
 Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, appends its weight
-half to a list, which `run_later` runs as one backward, with all hooks. The input half also runs
-inside `deferring`, for recompute, and includes the cheap gradients of norms and embeddings.
+half to a list; `run_later` runs these halves as one backward, with all hooks. The input half also
+runs inside `deferring`, for recompute, and computes the cheap gradients of norms and embeddings.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -25,7 +25,7 @@ Later = list[Callable[[], Tensor]]  # each returns a scalar; its backward comput
 
 @contextmanager
 def deferring(module: nn.Module, later: Later) -> Iterator[None]:
-    """Layers of `module` that run in this block append their weight gradients to `later`."""
+    """Layers of `module` whose forward runs in this block append their weight halves to `later`."""
     linears: list[Any] = []
     others: list[tuple[Any, Later | None]] = []
     part: Any
@@ -46,7 +46,7 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
 
 
 def run_later(later: Later, hooked: Iterable[nn.Parameter] = ()) -> None:
-    """Run and empty the list as one backward, which also calls the hooks of `hooked`."""
+    """Run the halves in `later` as one backward, with the hooks of `hooked`, and empty `later`."""
     roots = [make() for make in later]
     roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zero gradients
     later.clear()
@@ -70,15 +70,15 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
-    not inputs, or autograd would call their hooks too early. The anchor lets backward run even if x
-    needs no gradient."""
+    not inputs, as autograd would then call their hooks too early. The anchor lets backward run even
+    if x needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, linear: nn.Linear, later: Later) -> Tensor:
         weight, bias = linear.weight, linear.bias
         ctx.save_for_backward(x, weight)
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
-        # Detached, or autocast would cache a cast weight without a gradient for other users.
+        # Detached: otherwise, autocast would cache a cast weight without grad_fn, for later uses.
         return F.linear(x, weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
@@ -92,7 +92,7 @@ class _InputHalf(torch.autograd.Function):
 
 
 class WeightHalf(torch.autograd.Function):
-    """Computes nothing; backward returns the parameter gradients that `gradients(x, dy)` yields."""
+    """Forward computes nothing; backward returns parameter gradients, from `gradients(x, dy)`."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Any, x: Tensor, dy: Tensor, *parameters: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
-"""Averages the gradients of replicas, and sums those of a tied parameter's copies.
+"""Averages the gradients of replicas, and sums the gradients of a tied parameter's copies.
 
 Replicas of a stage average their gradients. A pipeline runs many backwards per step:
 
     1F1B, the last of 3 stages    F0 B0 F1 B1 F2 B2
-    DDP, stage 1 of ZeRO                         └ once per step      2 (d-1)/d G
-    stage 2 of ZeRO                  B0    B1    B2 each time    (m+1) (d-1)/d G
+    DDP, ZeRO-1                                  └ once per step      2 (d-1)/d G
+    ZeRO-2                           B0    B1    B2 each time    (m+1) (d-1)/d G
     ZeRO-3                        F0 B0 F1 B1 F2 B2 each time        3m (d-1)/d G
 
-ZeRO-2 and 3 keep no full gradients or weights, so they communicate in every pass. DeepSpeed's
-PipelineEngine rejects both stages; labkit rejects only what would be wrong or even slower: deferred
-weight gradients in ZeRO-2 or 3, tied weights in ZeRO-3, replicas without a flush.
+ZeRO-2 keeps no full gradients, so it communicates in every backward; ZeRO-3, without full weights,
+also in every forward. DeepSpeed's PipelineEngine rejects both; labkit rejects only wrong or slower
+combinations: deferred weight gradients in either, tied weights in ZeRO-3, replicas without a flush.
 
 A tied parameter, such as an embedding shared with the head, is on several stages:
 
@@ -22,11 +22,11 @@ group (the owners) per data- and tensor-parallel index:
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
     traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
-                with a ZeroOptimizer, which gives tied weights their own bucket, 1/dp
+                with a ZeroOptimizer, which gives tied weights their own bucket, 1/d of them
 
-Legend: d replicas, m micro-batches, G bytes of the stage's gradients; traffic is per rank and step.
-Source: Megatron-LM: embedding groups of `initialize_model_parallel`; the shared embedding's own
-    bucket under the distributed optimizer (`_ParamAndGradBuffer`).
+Legend: d replicas, m micro-batches, t tensor-parallel ranks, G bytes of the stage's gradients;
+    traffic is per rank and step.
+Source: Megatron-LM's `initialize_model_parallel` (groups) and `_ParamAndGradBuffer` (own bucket).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -74,8 +74,8 @@ def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | 
 
 
 def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any]:
-    """This rank's sharders that can average in the last backward only. Raises ValueError if a
-    sharder cannot and the schedule splits backward into halves."""
+    """This rank's sharders that average once per step, in the last backward. Raises ValueError if
+    any other sharder would run a schedule that splits backward into halves."""
     owners = {id(owner): owner for owner in map(owner_of, module.parameters())}.values()
     sharders = [owner for owner in owners if implements(owner, Sharder)]
     halves = any(action.phase == "weight" for actions in schedule for action in actions)
@@ -91,7 +91,7 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
 
 
 def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tuple[int, ...]]:
-    """Parameters held by several ranks, each with those ranks."""
+    """Maps each parameter that several ranks hold to these ranks."""
     ranks: dict[nn.Parameter, set[int]] = {}
     for index, stage in enumerate(stages):
         for parameter in stage.parameters():
@@ -100,7 +100,7 @@ def owners_of(stages: Sequence[nn.Module], size: int) -> dict[nn.Parameter, tupl
 
 
 class Tied:
-    """Parameters that several stages share: broadcast at first; gradients summed in each step."""
+    """Parameters that several ranks share: broadcast once, with gradients summed in each step."""
 
     def __init__(self, owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm):
         groups = {ranks: _group_of(ranks, comm) for ranks in dict.fromkeys(owners.values())}
@@ -133,7 +133,7 @@ class WholeGradient:
         self.parameter, self.is_first = parameter, group.rank == 0
 
     def set_aside(self) -> None:
-        """Every owner holds the sum of earlier steps: only the first owner keeps this sum."""
+        """Every owner holds the sum of earlier steps; only the first keeps it, to count it once."""
         if self.parameter.grad is not None and not self.is_first:
             self.parameter.grad.zero_()
 
@@ -147,8 +147,8 @@ class WholeGradient:
 def check_ties(
     stages: Sequence[nn.Module], owners: dict[nn.Parameter, tuple[int, ...]], comm: Comm
 ) -> None:
-    """Raises ValueError, on all ranks, if a tied parameter is in a ZeRO3 on any of its stages: each
-    owner would hold a different shard."""
+    """Raises ValueError, on all ranks, if a parameter tied across stages is in a ZeRO3 on any of
+    these stages: each owner would hold a different shard."""
     problem = ""
     for index, stage in enumerate(stages):
         parameters = {*stage.parameters()}
@@ -175,7 +175,7 @@ def _group_of(ranks: tuple[int, ...], comm: Comm) -> "Comm | Owners | None":
 
 
 class Owners:
-    """Replaces a subgroup of a comm that covers part of the world and cannot create subgroups: each
+    """Replaces a subgroup if `comm` covers only part of the world and cannot create subgroups: each
     owner sends to every other owner. (For two owners, this sends as much as an all-reduce.)"""
 
     def __init__(self, ranks: tuple[int, ...], comm: Comm):

@@ -32,7 +32,7 @@ class TensorMeta(NamedTuple):
     """The metadata that a stage needs before it can receive a tensor."""
 
     dtype: torch.dtype
-    rest: tuple[int, ...]  # the shape after dim 0, the rows
+    rest: tuple[int, ...]  # the shape after dim 0 (rows)
     has_gradient: bool  # whether a gradient returns
 
     def to_tensor(self) -> Tensor:  # [11] int64
@@ -51,7 +51,7 @@ class TensorMeta(NamedTuple):
 
 
 class PendingSend(NamedTuple):
-    """A send in progress, during which its tensor must not change."""
+    """A send in progress; the tensor must not change before the send completes."""
 
     handle: Handle
     x: Tensor
@@ -69,12 +69,12 @@ class PendingSend(NamedTuple):
 
 
 def _version(x: Tensor) -> int:
-    """The version counter, increased by every write; 0 for inference tensors."""
+    """The tensor's version counter, increased by every in-place write; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
 class P2PChannel:
-    """This rank's sends and receives in each step of `schedule`, of full tensors or slices."""
+    """Sends and receives this rank's messages in `schedule`, as full tensors or as slices."""
 
     def __init__(self, comm: Comm, schedule: Schedule, parts: ScatterGather | None = None):
         self.comm, self._parts = comm, parts
@@ -84,7 +84,7 @@ class P2PChannel:
             messages = [sent(action, source, size, chunks) for action in actions]
             own = [m for m in messages if m and m.target % size == comm.rank != source]
             self._orders[source] = own
-        self._metas: dict[int, TensorMeta] = {}  # by boundary: the index of the stage before
+        self._metas: dict[int, TensorMeta] = {}  # by boundary, the index of the earlier stage
         self._pending_sends: deque[PendingSend] = deque()
         self._in_step = False
 
@@ -160,12 +160,12 @@ class P2PChannel:
             )
 
     def has_gradient(self, boundary: int) -> bool:
-        """Whether a gradient returns over `boundary`; known after the first message."""
+        """Whether a gradient returns across `boundary`; known after the first message."""
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
-        """[rows, ...]; an activation requires grad if the sender's output does. None if a gradient
-        is not needed. Raises CommError if the message does not arrive."""
+        """[rows, ...]; an activation requires grad if the sender's output does. None for a gradient
+        that is not needed. Raises CommError if the message does not arrive."""
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:

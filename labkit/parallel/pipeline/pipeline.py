@@ -1,13 +1,13 @@
 """Pipeline parallelism: each rank holds some layers; micro-batches pass from rank to rank.
 
-    the rows of a batch, split into m micro-batches; 3 stages, 4 micro-batches, schedule "1f1b"
+    the rows of a batch, split into m = 4 micro-batches, on p = 3 ranks; schedule "1f1b"
         rank 0   layers 0 1    F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3     x enters here
         rank 1   layers 2 3       F0 F1 .. B0 F2 B1 F3 B2 .. B3
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y and the loss
 
     each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
                       whose number the schedule limits: p - rank with 1F1B
-    traffic           b s h elements (GPT) per boundary, direction and micro-batch
+    traffic           b s h elements (rows, positions, width) per boundary, direction, micro-batch
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 `step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
@@ -55,12 +55,12 @@ class Pipeline(StagedModel):
             parameters, such as `lambda p: torch.optim.SGD(p, lr=0.1)`.
         scatter_gather: tensor-parallel ranks, such as `mesh.tp`, each of which sends
             1/t of x (scatter_gather.py). Not for a sharded sequence.
-        wrap: wraps each trainable local stage, such as `lambda stage: DDP(stage, mesh.dp)`; or pass
-            wrapped stages.
+        wrap: a function that wraps each trainable local stage, such as
+            `lambda stage: DDP(stage, mesh.dp)`; alternatively, pass wrapped stages.
 
     Create a ZeroOptimizer after the pipeline (grad_sync.py). `clip_grad_norm` uses the norm over
     all stages; `save_checkpoint` saves one model. Raises ValueError, on every rank, if
-    stages, ranks and micro-batches do not match or differ between ranks; ScheduleError for invalid
+    stages or micro-batches do not fit the ranks, or differ between ranks; ScheduleError for invalid
     schedules."""
 
     def __init__(
@@ -144,7 +144,7 @@ class Pipeline(StagedModel):
         return self._loss if self._has_last else None
 
     def _without_sync(self, action: Action) -> ExitStack:
-        """A ZeroOptimizer owns all chunks' parameters, and sends only in the last backward."""
+        """A ZeroOptimizer that sends once per step does so in the last backward of all chunks."""
         stack = ExitStack()
         for optimizer in self._send_once if action != self._last_backward else ():
             stack.enter_context(optimizer.no_sync())

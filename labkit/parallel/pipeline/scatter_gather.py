@@ -6,10 +6,10 @@ next stage.
         tp 1   x = | a b | c d |    ──────── c d ──▶    | . . | c d | ╱ over tp      | a b | c d |
 
 If sent whole, x would cross the slow links between nodes t times. Instead, each rank sends a slice
-of the flattened x, and fast links gather the slices in the next node; the same holds for gradients.
+of the flattened x, and the next node gathers x over fast links. Gradients are sent the same way.
 
     traffic     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; plus
-                an all-gather over tp on arrival, b s h (t-1)/t (bus bytes)
+                an all-gather over tp on arrival, b s h (t-1)/t elements (bus bytes)
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
 Source: Narayanan et al., arXiv 2104.04473, section 4.1.
@@ -39,7 +39,7 @@ class ScatterGather:
         return self.own_slice(x.contiguous())
 
     def parts(self, whole: Tensor) -> Sequence[Tensor]:
-        """Each rank's slice of a contiguous tensor, a view [numel / t]."""
+        """The slices of a contiguous tensor: one view [numel / t] per rank."""
         return whole.view(-1).split(events.chunk_sizes(whole.numel(), self.comm.size))
 
     def own_slice(self, whole: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ class ScatterGather:
 def scatter_gather_over(
     comm: Comm | None, pipeline: Comm, stages: Iterable[nn.Module]
 ) -> ScatterGather | None:
-    """ScatterGather over `comm`; None for None or one rank. All ranks of `pipeline` must call this;
-    all raise ValueError if comms differ, or the ranks of a comm do not hold the same messages."""
+    """ScatterGather over `comm`; None if `comm` is None or has one rank. All ranks of `pipeline`
+    must call this; all raise ValueError if comms differ or their ranks hold different messages."""
     comm = None if comm is None else Comm.of(comm)
     own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
     mismatch = _mismatch(comm, pipeline, list(stages)) if comm and comm.size > 1 else ""
@@ -74,7 +74,7 @@ def scatter_gather_over(
 
 
 def _mismatch(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
-    """Why these ranks do not hold the same tensor; empty if they do."""
+    """Why the ranks of `comm` do not hold the same messages; empty if they do."""
     ranks = list(comm.ranks)
     if len({*ranks} & {*pipeline.ranks}) > 1:
         return (

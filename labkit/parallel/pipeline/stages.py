@@ -1,5 +1,5 @@
-"""Pipeline stages: layers under their names in the whole model, such as `blocks.3.attn.q.weight`. A
-stage that is not a `Layers` takes its names from nn.Sequential(*stages)."""
+"""Pipeline stages, with layers under their names in the whole model, such as `blocks.3`. Names in a
+stage that is not a `Layers` are those in nn.Sequential(*stages), such as `1.weight`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ class Layers(nn.Module):
             place: Any = self
             for parent in parents:
                 place = place._modules.setdefault(parent, nn.Module())
-            place._modules[name] = layer  # even if named `layers`
+            place._modules[name] = layer  # add_module would reject the name `layers`
 
     def forward(self, x: Any) -> Any:
         for layer in self.layers.values():
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """A rank's stages `own`, unwrapped. Raises ValueError if two layers share a name."""
+        """The stages `own` as one module. Raises ValueError if different layers share a name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         first: dict[str, int] = {}
         for index, paths in enumerate(layers):
@@ -112,7 +112,7 @@ def layers_in(index: int, stage: nn.Module) -> dict[str, nn.Module]:
 
 
 def aliases_of(stages: Sequence[nn.Module]) -> dict[str, str]:
-    """The aliases of tied parameters and buffers: {"head.weight": "embed.tokens.weight"}."""
+    """Maps aliases of tied tensors to their first names: {"head.weight": "embed.tokens.weight"}."""
     first: dict[int, str] = {}
     further: dict[str, str] = {}
     for index, stage in enumerate(stages):

@@ -1,4 +1,4 @@
-"""Argument validation for a pipeline, on all ranks, before the first computation."""
+"""Validates a pipeline's stages and schedule when it is created, and each step's batch and loss."""
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -153,7 +153,7 @@ def _has(schedule: Schedule, phase: str) -> bool:
 def optimizer_of(
     optimizer: Any, own: Sequence[nn.Module], schedule: Schedule, tied: Mapping[nn.Parameter, Any]
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of a schedule with updates, else None. Raises ValueError on a mismatch."""
+    """The optimizer for a schedule with updates, else None. Raises ValueError on a mismatch."""
     if not _has(schedule, "update"):
         if optimizer is not None:
             raise ValueError(
@@ -180,7 +180,7 @@ def optimizer_of(
             )
     if not isinstance(optimizer, torch.optim.Optimizer):
         trained = [p for stage in own for p in stage.parameters() if p.requires_grad]
-        # A frozen stage runs updates as well.
+        # A rank whose stages are all frozen runs updates as well.
         optimizer = optimizer(trained or [nn.Parameter(torch.zeros(0))])
     if implements(optimizer, DataParallel):
         raise ValueError(
@@ -229,9 +229,9 @@ def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -
 
 
 def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
-    """The settings that determine shapes and dtypes of a step's messages. `before`: the same for
-    the last step. Raises CollectiveMismatch if settings, or whether they changed, differ between
-    ranks: some ranks would wait for metadata that no rank sends."""
+    """The settings that determine shapes and dtypes of a step's messages. `before`: the last step's
+    settings. Under `World(check=True)`, raises CollectiveMismatch if settings, or whether they
+    changed, differ between ranks: some ranks would wait for metadata that no rank sends."""
     kind, autocast = x.device.type, "no autocast"
     if torch.is_autocast_enabled(kind):
         autocast = f"autocast to {torch.get_autocast_dtype(kind)}"
@@ -246,7 +246,7 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 
 
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
-    """Raises ValueError for a loss that is no scalar, RuntimeError without a `needed` gradient."""
+    """Raises ValueError for a non-scalar loss, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(

@@ -10,8 +10,8 @@
 PipeDream's weight stashing: backward uses the weights of the micro-batch's forward, at the cost
 of one copy of the weights per version in use:
 
-    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1 and F2 use the initial weights v0; F3 uses v1,
-               v0 v0 v0 v0   v1 v0            after the first update; B1 still uses v0
+    stage 0    F0 F1 F2 B0 U F3 B1 U ...      F0, F1, F2 and B0 use the initial weights v0; F3 uses
+               v0 v0 v0 v0   v1 v0            v1, from the first update; B1 still uses v0
 
 Source: Harlap et al., "PipeDream", arXiv 1806.03377, section 3.3.
 """
@@ -34,7 +34,7 @@ from labkit.parallel.common.sharder import DataParallel, implements, unwrapped
 from labkit.parallel.pipeline.deferred_weights import Later, deferring, run_later
 from labkit.schedules.actions import Action
 
-# The root of a backward without gradients, so that a backward is recorded for every action.
+# The root of an empty backward, so that a backward is recorded for every action.
 NOTHING = partial(torch.zeros, (), requires_grad=True)
 
 Version = dict[str, Tensor]
@@ -49,7 +49,7 @@ class MicroBatchState:
     """The state of a micro-batch between forward and backward."""
 
     x: Tensor
-    root: GradientEdge | None  # of backward; None: nothing here needs a gradient
+    root: GradientEdge | None  # where backward starts; None if no gradient is needed
     later: Later
 
 
@@ -74,7 +74,7 @@ class VirtualStage:
         self._synchronized = set(last_of.values())
 
     def run(self, action: Action, message: Tensor | None) -> Tensor | None:
-        """Run `action` on an input or output gradient; returns the tensor to send, or None."""
+        """Run `action` on an input or an output gradient; returns the tensor to send, or None."""
         k, phase = action.microbatch, action.phase
         with self._without_sync(action):
             if phase == "forward":
@@ -167,7 +167,7 @@ class VirtualStage:
 
 
 def _without_autocast(x: Tensor) -> torch.autocast:
-    """Autocast is for forward only; backward uses the same dtypes. (Recompute enables autocast.)"""
+    """Backward uses forward's dtypes without autocast. (Recompute enables autocast again.)"""
     return torch.autocast(x.device.type, enabled=False)
 
 
@@ -181,7 +181,7 @@ class WeightVersions:
         self._gradients: dict[int, Version] = {}
 
     def forward(self, microbatch: int, x: Tensor) -> Any:
-        """The output with the newest weights; a repeated call uses the first call's weights."""
+        """The output with the newest weights; recompute uses the first call's weights again."""
         if microbatch not in self._used:
             if self._newest is None:
                 self._newest = {

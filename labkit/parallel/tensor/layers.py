@@ -10,19 +10,19 @@
 torch stores A transposed, as weight [out, in]. Columns followed by rows need one all-reduce in
 forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`, x outside the pair is
 sharded, [b, s/t, in]: columns gather x (and again in backward, overlapped with dx = dy Aᵀ), and
-rows reduce-scatter y; both together send as many bytes as the all-reduce.
+rows reduce-scatter y; in forward, both together send as many bytes as the all-reduce.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for other tokens
-    rank 1   rows 3, 4, 5                                │ all-reduce: one rank holds each token
+    rank 1   rows 3, 4, 5                                │ all-reduce: a token's row is on one rank
     rank 2   rows 6, 7, padding                          x  [b, s, w]
              the head holds the same rows     x ──> own logits [b, s, V/t] ──> loss
 
     each rank holds   V/t rows of w elements, V = v rounded up to a multiple of t
-    traffic           forward: all-reduces of b s w (embedding), b s (max) and 2 b s (sum; loss)
+    traffic           forward: all-reduces of b s w (embedding), b s (max), 2 b s (sum, target)
                       backward: an all-reduce of b s w (head)
 
 No rank needs all logits for a token's loss, log(sum of exp(logits)) - (logit of the target).
-Padding rows and their gradients are zero: no token uses a padding row; its logit is -inf or cut.
+Padding rows and gradients are zero: no token uses a padding row; its logit is -inf or dropped.
 
 Legend: b rows, s positions, in and out features, w width, v vocabulary, t ranks.
 Sources: arXiv 1909.08053, section 3; 2205.05198, section 4.2.2; overlap: arXiv 2104.04473.
@@ -56,7 +56,7 @@ SAME_BATCH = "pass all of them the same batch, chosen by the rank along the data
 
 
 class ShardedLinear(nn.Module):
-    """A sharded nn.Linear. Building it from sizes requires the same seed on all ranks."""
+    """A sharded nn.Linear. Construction from sizes requires the same seed on all ranks."""
 
     dim, padded = 0, False  # `weight`'s sharded dim; whether padding is allowed
 
@@ -101,7 +101,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     @property
     def siblings(self) -> "list[ColumnParallelLinear]":
-        """The layers that a call of this layer may compute as well."""
+        """The layers, including this one, whose outputs a call of this layer may compute."""
         return [] if self.shared_input is None else self.shared_input.columns
 
 
@@ -199,7 +199,7 @@ def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False
 
 
 class SummedGradients:
-    """Replaces the forward of a module, such as a norm, whose input is a sequence shard: backward
+    """Replaces the forward of a module whose input is a sequence shard, such as a norm: backward
     sums the gradients of the module's parameters over the ranks, in one all-reduce. A position
     embedding takes all positions [s] and returns the vectors of this rank's shard, [s/t, w]."""
 
@@ -220,7 +220,7 @@ class SummedGradients:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding sharded by rows. Building it from sizes requires the same seed on all ranks.
+    """nn.Embedding sharded by rows. Construction from sizes requires the same seed on all ranks.
     tokens [b, s], equal on all ranks -> [b, s, w]; with `sequence`, its shard [b, s/t, w]. Raises
     ValueError for tokens outside the vocabulary (on a GPU, a device assert)."""
 
@@ -332,7 +332,7 @@ def vocab_parallel_cross_entropy(
     rows, is_own = _local_rows(targets, width, comm)
     target = shifted.gather(-1, rows.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0)
     both = torch.stack([shifted.exp().sum(-1), target])  # [2, ...]
-    total, target = reduce_from_ranks(both, comm)  # g: every rank keeps its own gradient
+    total, target = reduce_from_ranks(both, comm)  # g: backward does not communicate
     losses = (total.log() - target).masked_fill(~counts, 0)  # [...]
     if reduction == "none":
         return losses

@@ -1,10 +1,10 @@
-"""Tensor parallelism: every layer of a model is sharded; all ranks process the same tokens.
+"""Tensor parallelism: the matrices of every layer are sharded; all ranks process the same tokens.
 
     x ─▶ norm ─ f ─▶ q k v ─▶ some heads ─▶ out ─ g ─▶ + ─▶ norm ─ f ─▶ up ─▶ gelu ─▶ down ─ g ─▶ +
                      columns                rows                        columns       rows
     full             ├──────── 1/t ───────────┤  full                   ├─────── 1/t ─────┤  full
 
-    each rank holds   1/t of matrices and activations between them; all of x, norms and row biases
+    each rank holds   1/t of the matrices and activations between them; all of x, norms, row biases
     traffic           f all-reduces in backward, g in forward: four all-reduces of b s w elements
                       per layer, 8(t-1)/t b s w sent per rank (bus bytes)
     saved             s b w (10 + 24/t + 5 h s / (w t)) bytes per layer in 2-byte types
@@ -14,8 +14,8 @@ Sequence parallelism (`sequence=True`) also shards x, so that no activation is r
     x [b, s/t, w] ─▶ norm ─ all-gather ─▶ q k v ... out ─ reduce-scatter ─▶ + ─▶ norm ─ ...
 
     traffic           f: all-gather forward, reduce-scatter backward; g: the reverse; x is gathered
-                      again in backward before q k v and up: 10(t-1)/t b s w. Norms and biases get
-                      shards: four all-reduces of gradients, 6 w elements per layer
+                      again in backward before q k v and up: 10(t-1)/t b s w. Norms and row biases
+                      see shards: four all-reduces of gradients, 6 w elements per layer
     saved             s b w (34 + 5 h s / w) / t bytes per layer
 
 Full recompute repeats forward's collectives (a layer's last collective only if dropout follows).
@@ -25,7 +25,7 @@ Full recompute repeats forward's collectives (a layer's last collective only if 
     of a shard: heads or positions    1 0 1 1    0 1 1 0    different on each rank
 
 Legend: b rows, s positions, w width, h heads, t ranks.
-Sources: Shoeybi et al., arXiv 1909.08053, section 3, appendix B.2 (with one more generator);
+Sources: Shoeybi et al., arXiv 1909.08053, section 3, appendix B.2 (the second generator);
 Korthikanti et al., 2205.05198, section 4; one node per group: Narayanan et al., 2104.04473.
 """
 
@@ -60,9 +60,9 @@ def tensor_parallel(
         gather_logits: whether every rank gets all logits, or only those of its vocabulary shard.
 
     Raises ValueError if heads or widths are not divisible by t, if a layer is sharded already, has
-    unknown parameters or computes wrong values on a slice of its features (such as a fused gate),
-    if a tie would be broken or there is nothing to shard; in forward, if s is not divisible or,
-    in a `World` with checks, inputs differ between ranks."""
+    unknown parameters or computes wrong values on a slice of its features (as a fused gate does),
+    if a tie would be broken or there is nothing to shard; in forward, if s is not divisible by t
+    or, in a `World` with checks, inputs differ between ranks."""
     comm = Comm.of(comm)
     trials = validation.split_trials(model, comm)
     ownership.check_same_on_all_ranks(list(model.named_parameters()), comm, averaged=False)
@@ -95,7 +95,7 @@ def _shard_layer(trial: validation.SplitTrial, comm: Comm, sequence: bool) -> No
 
 
 def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: bool) -> list[Any]:
-    """Shards the embedding and the head by token; tied weights remain one parameter."""
+    """Shards the embedding and the head by vocabulary; tied weights remain one parameter."""
     ends: list[Any] = []
     rows: dict[Tensor, nn.Parameter] = {}
     for module in list(model.modules()):
@@ -116,7 +116,7 @@ def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: boo
 
 @contextmanager
 def per_rank_rng(comm: Comm) -> Iterator[None]:
-    """In this block, each rank has a separate random stream; then the shared stream resumes."""
+    """In this block, each rank has a separate random stream; afterward, the shared one resumes."""
     if comm.size == 1:
         yield
         return
@@ -129,9 +129,9 @@ def per_rank_rng(comm: Comm) -> Iterator[None]:
 
 
 class ShardedForward:
-    """Replaces `module.forward`: each rank draws its own dropout masks (in a sharded layer, up to
-    the row layer). The first of several column layers, such as q, computes the outputs of all
-    column layers, so that x is gathered once and its gradient reduced once."""
+    """Replaces `module.forward`: each rank draws its own dropout masks (only up to the `row`
+    layer, if given). The first of several column layers, such as q, computes the outputs of all of
+    them, so that x is gathered once and its gradient reduced once."""
 
     def __init__(self, module: nn.Module, comm: Comm, columns: Sequence[Any] = (), row: Any = None):
         self.module, self.forward, self.comm = module, module.forward, comm
@@ -159,7 +159,7 @@ class ShardedForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # A checkpoint inside forward reruns some linears, perhaps not the row layer.
+            # Recompute inside forward reruns some linears, perhaps without the row layer.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

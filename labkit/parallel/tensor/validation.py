@@ -103,7 +103,7 @@ class SplitTrial:
         self.columns, self.row = columns, row
         self._check_parts(path and f"{path}.")
         self._check_sizes(path and f"{path}.")
-        # A part edited by a different strategy communicates in forward.
+        # No trial for a layer that another strategy edited: its forward communicates.
         attributes = [x for module in layer.modules() for x in vars(module).values()]
         self.pending = size > 1 and not any(isinstance(x, Comm) for x in attributes)
         if self.pending:  # on a copy without weights: a forward may change its module
@@ -186,7 +186,7 @@ class SplitTrial:
 
     def _run(self, args: Any, kwargs: Any, rank: int | None = None) -> list[tuple[str, Tensor]]:
         """Runs the layer with random linear outputs, or `rank`'s slices of these outputs. Returns
-        the name and the input per linear call, then the outputs of the layer."""
+        (name, input) per linear call, then ("", output) per output of the layer."""
         calls: list[tuple[str, Tensor]] = []
 
         def compute(name: str, x: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class SplitTrial:
             calls.append((name, x.clone()))
             return y if rank is None or name == self.row else y.chunk(self.size, -1)[rank].clone()
 
-        def fresh(x: Tensor) -> Tensor:  # writable; autograd tracks what depends on it
+        def fresh(x: Tensor) -> Tensor:  # writable; autograd tracks its dependents
             traced = x.requires_grad or (x.is_floating_point() and args and x is args[0])
             return x.detach().clone().requires_grad_() * 1 if traced else x.clone()
 

@@ -1,5 +1,5 @@
-"""`labkit compare`: train every strategy on the same data and check it against a single process.
-Losses, weights (float64: 1e-10), replicas, bytes sent and held must match; times are only shown."""
+"""`labkit compare`: train strategies on the same data and check each against a single process.
+Losses, weights (in float64), replicas and predicted bytes must match; times are only shown."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +47,7 @@ def compare(
     every: bool = False,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and compare the result with `single`, which always runs first.
+    """Train with each strategy and compare its result with that of `single`, which runs first.
 
     Args:
         strategies: recipe names; by default one per family, or all recipes if `every`.
@@ -73,8 +73,8 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """The recipes that can train the task's model on `ranks` ranks. Skips unfit recipes with a
-    message, or raises ValueError if `asked`: the user named them."""
+    """The recipes that can train the task's model on `ranks` ranks. For an unfit recipe, raises
+    ValueError if `asked` (the user named the recipes), else prints why the recipe is skipped."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
@@ -89,7 +89,7 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
-    """Train and record, in detail in the third step, by which all state has been allocated."""
+    """Train and record; the third step, by which all state is allocated, is recorded in detail."""
     detail_step = min(2, task.steps - 1)
     with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
         reports = world.run(train, name, task)
@@ -158,8 +158,8 @@ def table(results: list[Result], task: Task) -> Table:
 
 
 def draw(results: list[Result], out: Path) -> list[Path]:
-    """Draw losses, bytes with their predictions, the breakdown of step time and, in each run's
-    folder, its timeline and memory. Returns the paths."""
+    """Draw losses, measured and predicted bytes, the breakdown of step time and, in each run's
+    folder, the timeline and memory of the run. Returns the paths."""
     from labkit import plot, view
     from labkit.plot.strategies import draw_comparison
 

@@ -12,7 +12,7 @@ of uneven slices would weight tokens unequally, so
     loss = (sum over the slice's tokens) * ranks / (tokens of the global batch)
 
 Averaged over ranks, this loss and its gradients are exactly those of the global batch, even when a
-rank has no rows; summed over micro-batches, it is exactly the slice's loss.
+rank has no rows. The losses of micro-batches sum to exactly the slice's loss.
 """
 
 import copy
@@ -75,7 +75,7 @@ class Batch:
 
 
 def loss(logits: Tensor, batch: Batch) -> Tensor:
-    """Cross-entropy of this slice, in nats per token of the global batch, times `ranks`.
+    """Cross-entropy of this slice, in nats per token of the global batch, times `batch.ranks`.
 
     logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are even;
     zero, with zero gradients, if there are no rows. Raises ValueError if shapes do not match.
@@ -170,7 +170,7 @@ class _Bytes:
 
 
 class _Subwords:
-    """BPE (Sennrich et al. 2016) by sentencepiece; characters outside the vocab become bytes."""
+    """BPE (Sennrich et al. 2016) with sentencepiece; characters outside the vocab become bytes."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -234,7 +234,7 @@ def _read(path: Path) -> str:
 
 
 def _decode(file: Path) -> str:
-    """The file's text, line ends unchanged; "" if the file is not text or cannot be read."""
+    """The file's text, line endings unchanged; "" if the file is not text or cannot be read."""
     try:
         data = file.read_bytes()
         return "" if b"\0" in data else data.decode()

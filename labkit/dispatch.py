@@ -7,7 +7,7 @@ from torch.utils import _python_dispatch as modes
 
 
 class DispatchMode(modes.TorchDispatchMode):
-    """A dispatch mode that does not import torch._dynamo, which would take 3 s on each rank."""
+    """A dispatch mode that avoids importing torch._dynamo, which takes 3 s on each rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -20,7 +20,7 @@ def no_modes() -> AbstractContextManager[None]:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype to which an active autocast, ours or torch's, casts `x` for matmuls, or None."""
+    """The dtype to which an active autocast (labkit's or torch's) casts `x` in matmuls, or None."""
     kind, castable = x.device.type, x.is_floating_point() and x.dtype != torch.float64
     on = castable and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None

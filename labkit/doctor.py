@@ -170,7 +170,7 @@ def _links(report: Findings) -> None:
 
 
 def _time_messages() -> tuple[float, float]:
-    """On each of two ranks: seconds per round trip of one element, and per 16 MiB all-reduce."""
+    """Minimum seconds of a one-element round trip and of a 16 MiB all-reduce between two ranks."""
     me = attach()
     comm, small = me.comm, torch.zeros(1, device=me.device)
     large, sync = torch.zeros(MESSAGE_BYTES // 4, device=me.device), sync_of(me.device)

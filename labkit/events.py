@@ -37,15 +37,15 @@ def reduce_scatter_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
 
 
 def all_gather_bus_bytes(chunk_bytes: list[int], rank: int) -> int:
-    """(n-1)/n x S: every chunk except the next rank's, to which this rank sends."""
+    """(n-1)/n x S: every chunk except that of the next rank, the receiver."""
     return sum(chunk_bytes) - chunk_bytes[(rank + 1) % len(chunk_bytes)]
 
 
 @dataclass(slots=True)
 class CommEvent:
-    """One operation on one rank, as its communicator saw it. Times are seconds of the machine's
+    """One operation on one rank, as seen by its communicator. Times are seconds of the machine's
     monotonic clock, which all ranks on a machine share. `seq` numbers the group's collectives, or
-    the messages of one direction and tag; participating ranks agree on the number.
+    the messages per direction and tag; participating ranks agree on the number.
     A receive has `bus_bytes` 0: the sender counts the bytes."""
 
     op: str
@@ -59,7 +59,7 @@ class CommEvent:
     bus_bytes: int
     blocking: bool
     source: str = ""  # "file.py:12 in train"
-    peer: int | None = None  # root of a broadcast, or the other end of a message
+    peer: int | None = None  # root of a collective, or the other end of a message
     tag: int = 0
     step: int = 0  # training step, if steps are counted
     transport: str = ""  # "shm", "gloo", "nccl" or "fake"

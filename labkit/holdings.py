@@ -39,7 +39,7 @@ def replicated(module: nn.Module, size: int) -> Footprint:
 @dataclass(frozen=True)
 class OwnedPiece:
     """A slice of parameter `name` (`shape` on this rank), from element `start` of the flattened
-    parameter on. Optimizer state has the same slices, so that a checkpoint can be resharded.
+    parameter on. Optimizer state is sliced the same way, so that a checkpoint can be resharded.
 
     tensor      the tensor to optimize: a flat slice [numel], the whole parameter or a master copy
     optimizer   the torch optimizer with this slice's `state[tensor]`; None if frozen

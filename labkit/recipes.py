@@ -60,7 +60,7 @@ class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
     footprint (third argument unless `share` is `rows`: the batch's token count). `unfit(model,
-    rows, length, ranks)` returns why it cannot train with these sizes, or "". `step(wrapped, batch,
+    rows, length, ranks)` returns why the sizes do not fit, or "". `step(wrapped, batch,
     comm)` computes gradients and returns a loss whose mean over ranks is the batch's loss."""
 
     name: str

@@ -19,8 +19,8 @@ Rows = list[tuple[str, str]]
 
 
 def table(trace: Trace, name: str = "run") -> Table:
-    """The trace as a rich table. Times are medians over the timed steps of all ranks; detailed
-    steps count only toward bytes and memory."""
+    """The trace as a rich table. Times are medians over the steps of all ranks, excluding detailed
+    steps and, if possible, the run's first step."""
     groups = {
         "run": _about(trace),
         "time of a step": _times(trace),
@@ -112,7 +112,7 @@ def _phase_s(rank: RankTrace, phase: str) -> float:
 
 
 def _sent(trace: Trace) -> Rows:
-    """Means over ranks and over the steps with the operation; without steps, over ranks only."""
+    """Means over ranks and the steps that contain the operation; without steps, over ranks only."""
     steps, ranks = len(trace.steps()), max(1, len(trace.ranks))
     by_op: dict[str, list[CommEvent]] = defaultdict(list)
     for rank in trace.ranks.values():
@@ -140,7 +140,7 @@ def _memory(trace: Trace) -> Rows:
 
 
 def _timed(trace: Trace) -> Trace:
-    """Only finished steps without detail; the run's first step is dropped if others remain."""
+    """The finished, non-detailed steps; the run's first step is dropped if others remain."""
     unfinished = {x.index for rank in trace.ranks.values() for x in rank.steps if not x.ended_s}
     steps = set(trace.steps(detail=False)) - unfinished
     steps -= set(trace.steps()[:1]) if len(steps) > 1 else set()

@@ -69,7 +69,7 @@ def attach(
             is NCCL with one GPU per rank, else gloo.
         link: the network link to model from this rank to the other ranks.
 
-    Raises ValueError if this rank already has a different link, or the group a different backend.
+    Raises ValueError if this rank has a different link, or the group uses a different backend.
 
     >>> me = labkit.attach()
     >>> me.comm.all_reduce(x)

@@ -2,14 +2,14 @@
 for other ranks and the driver to read.
 
 Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
-first called a different one under the same number, and raises instead of hanging (or reducing
-garbage). After a hang, the driver reads where each rank is. Notes do not count as traffic.
+first called a different collective under the same number, and raises instead of hanging (or
+reducing garbage). After a hang, the driver reads where each rank is. Notes do not count as traffic.
 
-A page holds the latest operations in `SLOTS` slots, each in slot (stream + number) modulo SLOTS:
+A page holds the latest operations, each in slot (stream + number) modulo SLOTS:
 
     | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
-and `MARKS` marks, one per group (or message direction): the highest operation number begun there.
+and MARKS marks, one per stream (group or message direction): the highest number begun there.
 
     | number 4 | stream 4 |   (one word)
 
@@ -43,7 +43,7 @@ ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
 class CollectiveMismatch(RuntimeError):
-    """Raised if ranks call different operations, or one with different shapes or dtypes."""
+    """Raised if ranks call different operations, or one operation with unequal shapes or dtypes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Note:
 
 
 class Board:
-    """Rank `rank`'s view of the board of `size` ranks in file `path`; the driver has rank -1."""
+    """Rank `rank`'s view of the board of `size` ranks in file `path`; the driver passes rank -1."""
 
     def __init__(self, path: Path, size: int, rank: int = -1):
         self.size, self.rank = size, rank
@@ -111,25 +111,25 @@ class Board:
                     raise CollectiveMismatch(self._disagreement(note))
 
     def wait(self, note: Note) -> None:
-        """Record that this rank now blocks on `note`'s operation, which it has entered."""
+        """Record that this rank now blocks on `note`'s operation, already recorded by `enter`."""
         with self._lock:
             if not self._set_state(note.key, WAITED_FOR):
                 self._write(note, note.key, zlib.crc32(note.compares.encode()), WAITED_FOR)
 
     def leave(self, note: Note, failed: bool = False) -> None:
-        """Record that `note`'s operation has ended."""
+        """Record that `note`'s operation has ended or, if `failed`, has failed."""
         with self._lock:
             self._set_state(note.key, FAILED if failed else ENDED)
 
     def notes(self, rank: int, states: Collection[int] = ALL_STATES) -> list[Note]:
-        """The notes of `rank` whose state is in `states`, oldest first."""
+        """The notes of `rank` whose state is in `states`, by time of the latest state change."""
         first = rank * PAGE_BYTES
         every = range(first, first + SLOTS * SLOT_BYTES, SLOT_BYTES)
         notes = [note for slot in every if (note := self._read(slot, states))]
         return sorted(notes, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
-        """Whether `rank` has begun `note` or a later note of the stream; True if unknown."""
+        """Whether `rank` has begun this or a later operation of the stream; True if unknown."""
         stream, highest = divmod(self._words[self._mark_at(rank, note.stream) // 8], 2**32)
         return stream == SHARED or (stream == note.stream and highest >= note.seq)
 

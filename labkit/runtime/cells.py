@@ -64,7 +64,7 @@ def register_source(source: str, filename: str) -> None:
 
 
 def with_titles(text: str) -> str:
-    """Replace cells' file names in `text` with the notebook's titles: 21.py with In[3]."""
+    """Replace cells' file names in `text` with the notebook's titles: 21.py becomes In[3]."""
     compiler = getattr(running_ipython(), "compile", None)
     for file, number in getattr(compiler, "_filename_map", {}).items():
         text = text.replace(f'File "{file}"', f"Cell In[{number}]")

@@ -65,7 +65,7 @@ class Channel:
 
 def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
     """Wait at most `patience_s` seconds for data; returns the `ends` (channels, sockets) that are
-    ready to read. An end closed on this side counts as ready: reading it raises."""
+    ready to read. An end closed on this side counts as ready: reading from it raises."""
     # Not `select`, which fails for file descriptors above 1,023.
     return [end for end in ends if end.fileno() < 0] or wait(ends, patience_s)
 
@@ -92,7 +92,7 @@ def loopback() -> str | None:
 
 
 def connect(address: Any, hello: bytes) -> socket.socket:
-    """Connect to the driver at `address`, send `hello`. Raises EOFError if the driver is gone."""
+    """Connect to the driver and send `hello`. Raises EOFError if the driver is gone."""
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     sock = socket.socket(family)
     try:

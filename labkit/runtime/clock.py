@@ -14,7 +14,7 @@ class Clock:
     """Host time, for work that the CPU finishes before it continues."""
 
     def mark(self, record: Any, *fields: str, at: Any = None) -> None:
-        """Write the time of this point, or `at` (from `end_of`), to these fields of `record`."""
+        """Write the time of this point, or `at` (from `end_of`), to `fields` of `record`."""
         time_s = at[0] if at and isinstance(at, list) else time.monotonic()
         for field in fields:
             setattr(record, field, time_s)
@@ -26,14 +26,14 @@ class Clock:
         self.mark(span, "ended_s")
 
     def end_of(self, work: Any) -> Any:
-        """The end of torch's `work`, as `at` for `mark`: a list that will contain the time."""
+        """The end of torch's `work`, for `mark`'s `at`: a list that will contain the time."""
         moment: list[float] = []
         with suppress(RuntimeError):  # work without a future
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        """Write pending times, waiting at most `patience_s`; returns whether none is left."""
+        """Write pending times, waiting at most `patience_s`; returns whether all are known."""
         return True
 
 
@@ -50,7 +50,7 @@ class StreamClock(Clock):
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event
-        self._lock = threading.Lock()  # two threads may settle
+        self._lock = threading.Lock()  # two threads may call `settle`
         self._side_stream = torch.cuda.Stream()
         torch.cuda.synchronize()
         self._zero = self._event_here()

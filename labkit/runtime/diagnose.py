@@ -99,7 +99,7 @@ class Watch:
                 return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
         while free := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
-            stuck -= free  # these ranks wait for one that can still arrive
+            stuck -= free  # these ranks wait for a rank that can still arrive
         if not stuck:
             return None
         cycle = tuple(sorted(stuck))
@@ -136,7 +136,7 @@ def last_operation(board: Board, rank: int) -> str:
 
 
 def _stacks(living: dict[int, tuple[int, Path]]) -> dict[int, str]:
-    """The line of code that each rank executes, which its fault handler writes on SIGUSR1."""
+    """The line of code that each rank executes, from the stack that the rank writes on SIGUSR1."""
     if not hasattr(signal, "SIGUSR1"):
         return {}
     before: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Run a communicator's operations: number, compare on the board, record and start each one."""
+"""Run a communicator's operations: number each, compare it on the board, record and start it."""
 
 import hashlib
 import threading
@@ -53,7 +53,7 @@ class Dispatcher:
         self._transports: dict[tuple[torch.device, object], Transport] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # reusable groups
         self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
-        self._subgroups: dict[Dispatcher, bool] = {}  # whether this rank has dropped each
+        self._subgroups: dict[Dispatcher, bool] = {}  # subgroup -> dropped by this rank
         self.calls: deque[str] = deque(maxlen=1000)  # collectives not compared on a board
 
     @staticmethod
@@ -82,7 +82,7 @@ class Dispatcher:
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
         """Run one collective: `start(transport, call)` returns its work. All ranks must pass the
-        same `nbytes`, by which the algorithm is chosen, and the same shapes for `alike` (default:
+        same `nbytes`, which determines the algorithm, and the same shapes for `alike` (default:
         `x`)."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
         transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
@@ -159,7 +159,7 @@ class Dispatcher:
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
         """`x` as a flat contiguous tensor that the transport can access. If it is a copy and `x` is
-        an output (`finish` is given), append a function that copies it back to `finish`."""
+        an output (`finish` is given), append to `finish` a function that copies it back."""
         check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot be sent; pass x.to_dense()")
@@ -210,7 +210,7 @@ class Dispatcher:
                 dist.destroy_process_group(dereferenced(subgroup._group))
 
     def _make_collectively(self, what: str, make: Callable[[], Made]) -> Made:
-        """Call `make` on all ranks, recorded on the board as ranks may disagree or block in it."""
+        """Call `make`, recorded on the board like a collective, as ranks may disagree or block."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
             here.board.enter(note, WAITED_FOR)
@@ -312,5 +312,5 @@ _making = threading.Lock()
 
 
 def _flattened(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous `x` in one dimension of stride 1, which `view(-1)` may not set for one element."""
+    """Contiguous `x` in one dimension of stride 1; `view(-1)` may keep one element's stride."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

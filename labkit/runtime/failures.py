@@ -22,7 +22,7 @@ from labkit.runtime.ranks import Ranks
 GRACE_S = 0.3  # from the first sign of failure to the report
 COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
 UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
-HARMLESS = {"raised", "unpicklable"}  # on their own, these leave no rank in mid-operation
+HARMLESS = {"raised", "unpicklable"}  # these kinds alone leave no rank in mid-operation
 BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
@@ -34,7 +34,7 @@ class Failures:
         self.running = set(targets)  # ranks that have not answered
         self._failures: dict[str, dict[int, Any]] = {}  # kind -> rank -> RemoteError or End
         self._stuck: Verdict | None = None
-        self._where: dict[int, str] = {}  # positions at the first sign
+        self._where: dict[int, str] = {}  # positions at the first sign of failure
         self._first_s: float | None = None
         self._oom_kills = _oom_kills()
         self._watch = Watch(ranks.board, ranks.timeout_s, targets) if ranks.board else None

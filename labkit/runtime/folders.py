@@ -1,4 +1,4 @@
-"""The folders of a world: one for sockets, board and files, one in shared memory."""
+"""The folders of a world: one for sockets, the board and files, and one in shared memory."""
 
 import os
 import secrets

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 Begun = tuple[dict[str, int], Counter[tuple[str, int, int]]]
-_calls: Counter[str] = Counter()  # group -> sends and receives
+_calls: Counter[str] = Counter()  # group -> number of sends and receives
 _messages: Counter[tuple[str, int, int]] = Counter()  # (group, from, to) -> sent minus received
 
 
@@ -27,7 +27,7 @@ def _counted(call: Any, way: int) -> Any:
 
 
 def begun() -> Begun:
-    """The number of collectives that this rank has begun per group, and its message counts."""
+    """The number of collectives per group that this rank has begun, and its message counts."""
     collectives: dict[str, int] = {}
     groups: Any = dist.distributed_c10d._world.pg_map
     for group in groups:
@@ -38,7 +38,7 @@ def begun() -> Begun:
 
 
 def in_step(ranks: Collection[Begun]) -> bool:
-    """Whether all ranks have groups and agree on collectives, and no message is outstanding."""
+    """Whether all ranks have groups and agree on their collectives, with no message outstanding."""
     outstanding: Counter[tuple[str, int, int]] = Counter()
     expected: dict[str, int] = {}
     for collectives, messages in ranks:

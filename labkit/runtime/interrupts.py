@@ -15,8 +15,8 @@ ENOUGH = 3  # this many interrupts mean that `check_interrupt` is not being call
 
 class Interrupts:
     """Within the block, interrupts are counted and raise one KeyboardInterrupt: in
-    `check_interrupt`, after `enough` interrupts, or at the end of the block. A nested block uses a
-    different `enough`. A SIGINT handler that the user has installed stays in place."""
+    `check_interrupt`, after `enough` interrupts, or at the end of the block. A nested block may
+    set a different `enough`. A SIGINT handler that the user has installed stays in place."""
 
     outermost: "ClassVar[Interrupts | None]" = None  # in the main thread only
 
@@ -48,7 +48,7 @@ class Interrupts:
 
 
 def check_interrupt() -> None:
-    """Raises KeyboardInterrupt if one or more interrupts arrived in the outermost block."""
+    """Raises KeyboardInterrupt, once, if interrupts have arrived in the outermost block."""
     block = Interrupts.outermost
     if block is not None and block.count and not block.raised and _in_main():
         block.raised = True

@@ -28,7 +28,7 @@ KILL_PATIENCE_S = 5.0
 
 @dataclass(frozen=True)
 class End:
-    """A rank's exit status (negative: minus the signal), and its peak memory (0: unknown)."""
+    """A rank's exit status (negative: minus the signal number) and peak memory (0: unknown)."""
 
     status: int
     peak_bytes: int = 0
@@ -115,7 +115,7 @@ class ForkServer:
         return pids
 
     def ends(self) -> dict[int, End]:
-        """The rank ends known so far, by process id. Raises EOFError if the server is gone."""
+        """The `End` of each ended rank, by process id. Raises EOFError if the server is gone."""
         with self._talking:
             while ready([self._channel], 0):
                 kind, body = self._channel.recv()
@@ -143,7 +143,7 @@ class ForkServer:
         self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
-        """Wait for these ranks to end; returns False if one is alive after `patience_s` seconds."""
+        """Wait for these ranks to end; returns False if any is alive after `patience_s` seconds."""
         deadline_s = time.monotonic() + patience_s
         with suppress(EOFError):
             while not self.ends().keys() >= set(pids):
@@ -229,7 +229,7 @@ Starter = ForkServer | Spawner
 
 
 def starter(start: str | None = None) -> Starter:
-    """The starter for `start`: "fork" (where available), "spawn", or None for the faster one."""
+    """The starter for `start`: "fork" (where available), "spawn", or None for the default here."""
     if start not in (None, "fork", "spawn"):
         raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (the default here)')
     if start == "spawn" or not hasattr(os, "fork"):

@@ -4,7 +4,7 @@
 - `%%ranks 4`: the cell runs on 4 ranks, which keep their variables between cells;
 - `%%ranks 0,2`: on ranks 0 and 2 of that world only ("2," for rank 2 alone);
 - `%%ranks`: on all ranks of the current world;
-- `%%ranks 4 -o losses`: store the ranks' last values in the notebook's list `losses`;
+- `%%ranks 4 -o losses`: store each rank's last value in the notebook's list `losses`;
 - `%ranks`: show the world; `%ranks reset` starts new ranks, `%ranks close` ends the world.
 """
 
@@ -49,7 +49,7 @@ class PerRank(list[Any]):
 
 @magics_class
 class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
-    """labkit's magics. Names defined in a cell: rank, size, comm, device, torch, dist."""
+    """labkit's magics. Names predefined in cells: rank, size, comm, device, torch, dist."""
 
     world: World | None = None
     _cells = itertools.count(1)

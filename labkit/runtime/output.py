@@ -13,7 +13,7 @@ from typing import Any
 REDRAW_S = 0.1
 MAX_LINES = 1000  # kept per rank in a notebook, half from the start and half from the end
 MAX_LINE = 2000
-MAX_OPEN_LINE = 100_000  # longer lines are broken
+MAX_OPEN_LINE = 100_000  # longer lines are split
 
 
 class RankOutput:

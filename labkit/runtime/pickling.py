@@ -57,8 +57,8 @@ def unpack(parcel: Parcel) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles plain tensors by value: detached, moved to the CPU, only the elements in view, and
-    without a copy where possible."""
+    """Pickles plain tensors by value: detached, on the CPU, limited to the elements in view
+    and, where possible, not copied."""
 
     def reducer_override(self, value: Any) -> Any:
         plain = type(value) is torch.Tensor and value.layout == torch.strided

@@ -41,7 +41,7 @@ class Plain:
         dist.recv(x, group=self._group, group_src=src)
 
     def subgroup(self, ranks: Sequence[int]) -> "Plain | None":
-        """As `Comm.subgroup`: None on ranks outside the subgroup."""
+        """Like `Comm.subgroup`: None on ranks outside the subgroup."""
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s))
         return Plain(self._timeout_s, group) if dist.get_rank() in ranks else None
 

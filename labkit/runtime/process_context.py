@@ -1,5 +1,5 @@
 """State that the communicators of a process share, besides process groups: listeners, a modeled
-link and the board. A process has one of each, as it has one network card.
+link and the board. Like a network card, each exists once per process.
 """
 
 import os
@@ -19,9 +19,9 @@ from labkit.runtime.transports.link import Link, TwoLevel
 
 @dataclass
 class ProcessContext:
-    """`listeners` receive each event when it is issued; later times are filled in. `carrying` is
-    entered, in any thread, around allocations for an operation. `clock` timestamps events. `shared`
-    is the folder for the ranks' shared memory, if any."""
+    """`listeners` receive each event when it is issued; its later times are filled in afterward.
+    `carrying` creates a context that any thread enters to allocate memory for an operation. `clock`
+    timestamps events. `shared` is the folder for the ranks' shared memory, if any."""
 
     listeners: list[Callable[[CommEvent], object]] = field(default_factory=list)
     board: Board | None = None

@@ -1,8 +1,8 @@
 """The warm server: a process that has imported torch and labkit, and forks ranks on request.
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
-and needs a fifth of the memory. Slow imports that only some ranks need run once the server is idle,
-for later ranks; in a notebook, which starts the server early, they run before the first ranks.
+and needs a fifth of a spawned rank's memory. Imports that are slow and not always needed wait until
+the server is idle; in a notebook, which starts the server early, they precede the first ranks.
 The server never touches CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
 """
@@ -60,7 +60,7 @@ def main(fd: int, early: bool = False) -> None:
                         os.kill(pid, signal.SIGKILL)
                 elif kind == "fork":
                     if importer.ident is not None:
-                        importer.join()  # a fork copies one thread: others' locks would stay held
+                        importer.join()  # a fork would inherit locks that the importer holds
                     number, specs = body
                     pids: list[int] = []
                     problem = ""
@@ -91,7 +91,7 @@ def _import_modules() -> None:
 
 
 def _import_slow_modules() -> None:
-    """Import what the first optimizer needs, which takes longer than all other imports."""
+    """Import the module that the first optimizer needs: it takes longer than all other imports."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()

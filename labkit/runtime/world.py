@@ -44,7 +44,7 @@ class World:
             no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the CPU.
             `world.picked` states the choice and the reason.
         threads: torch threads per rank.
-        timeout_s: seconds that a rank waits for another before the run fails.
+        timeout_s: seconds that a rank may wait for other ranks before the run fails.
         link: the network link to model, for a slow network on one machine; `TwoLevel`: a cluster.
         seed: for torch, numpy and Python, the same on every rank.
         check: compare the ranks' calls, at about 15 microseconds per call. False for benchmarks.
@@ -122,8 +122,8 @@ class World:
         """Call `fn(*args, **kwargs)` on every rank; returns one value per rank.
 
         `fn` may be a lambda, a closure or a function defined in a notebook cell. GPU tensors are
-        returned on the CPU. Raises RankError, saying whether the ranks were stopped, if one fails;
-        RankInterrupt if the user interrupts, which stops the ranks. The next run starts new ranks.
+        returned on the CPU. Raises RankError if a rank fails, RankInterrupt if the user interrupts;
+        the error says whether the ranks were stopped. If so, the next run starts new ranks.
         """
         return self.run_on(range(self.size), fn, *args, **kwargs)
 
@@ -166,7 +166,7 @@ class World:
             self._ranks()
 
     def close(self) -> None:
-        """Stop the ranks for good, even during a run. The `with` block calls it."""
+        """Stop the ranks for good, even during a run. Called at the end of the `with` block."""
         self._closed, self._stopped_by = True, "closed"
         with self._busy:
             self._stop(kill=False)

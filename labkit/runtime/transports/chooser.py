@@ -1,12 +1,12 @@
-"""Choose an operation's algorithm by its bytes and the number of ranks, from a stored table, so
-that results and bytes are the same in every run.
+"""Choose an operation's algorithm by its size in bytes and the number of ranks, from a stored
+table, so that results and byte counts are the same in every run.
 
 The table (table.json) was measured once; its `source` says how. Overrides, the first match wins:
 
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
                                                               of a group, as NCCL reads NCCL_ALGO
-    LABKIT_TABLE="my/table.json"                              a different table, for your own link:
+    LABKIT_TABLE="my/table.json"                              a table for your own link, written by
                                                               labkit bench collectives --fit
 
 All ranks must choose alike. `comm.explain("all_reduce", nbytes)` reports the choice and the reason.
@@ -26,7 +26,7 @@ from labkit.events import ranks_in_words
 from labkit.foreign import brief, read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
-GLOO = "gloo"  # the backend's own all-reduce, in the table with our algorithms
+GLOO = "gloo"  # the backend's own all-reduce, listed in the table with our algorithms
 TABLE = Path(__file__).parent / "table.json"
 
 
@@ -54,7 +54,7 @@ class Row:
 
 
 class Chooser:
-    """Chooses for `size` ranks. Raises ValueError for an invalid LABKIT_ALGO or LABKIT_TABLE."""
+    """Chooses for `size` ranks. Raises ValueError for invalid LABKIT_ALGO or LABKIT_TABLE."""
 
     def __init__(self, size: int, table: Mapping[str, Any] | None = None):
         self._size = size
@@ -107,7 +107,7 @@ class Chooser:
         raise AssertionError("a table begins at 0 bytes")
 
     def _rows_of(self, collective: str) -> list[Row]:
-        """The rows, largest first, for the largest rank count in the table up to `self._size`."""
+        """Rows of the table's largest rank count up to `self._size`, largest `from_bytes` first."""
         by_size = self._table[collective]
         sizes = list(map(int, by_size))
         nearest = max((size for size in sizes if size <= self._size), default=min(sizes))

@@ -14,7 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """torch.distributed's own collectives, for NCCL. Events report bytes by formula."""
+    """Backends' own collectives: NCCL's, and gloo's all-reduce. Events report bytes by formula."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -88,7 +88,7 @@ class Native(Transport):
 
 
 class All:
-    """Several works as one, without a byte count: events report bytes by formula."""
+    """Multiple works as one, without a byte count: events report bytes by formula."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works

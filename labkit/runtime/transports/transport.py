@@ -30,7 +30,7 @@ Chosen = tuple["Transport", str]  # with the algorithm's name
 
 class Transport(Protocol):
     """Runs the operations of one group. Tensors are flat and contiguous, roots are ranks in the
-    group, and `chunks` are n tensors, chunk i for rank i."""
+    group, and `chunks` holds n tensors, chunk i for rank i."""
 
     name: str = ""  # for `CommEvent.transport`
     forced: Mapping[str, str] = {}  # collective -> algorithm from LABKIT_ALGO

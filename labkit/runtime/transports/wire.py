@@ -28,7 +28,7 @@ class Work(Protocol):
 
 
 class Wire:
-    """Messages in one group: contiguous tensors of any dtype. `nodes`: the ranks per machine."""
+    """Messages in one group: contiguous tensors of any dtype. `nodes`: ranks on each machine."""
 
     nodes: Sequence[Sequence[int]]
 
@@ -69,7 +69,7 @@ class PacedWire(Wire):
 
 
 class Outgoing:
-    """The modeled link out of this process: messages of all groups pass one after another."""
+    """A modeled link out of this process: messages of all groups pass one after another."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -210,7 +210,7 @@ def dereferenced(group: "ref[Any]") -> Any:
 
 
 def nodes_of(global_ranks: Sequence[int], per_node: int | None = None) -> list[list[int]]:
-    """Group ranks per machine. Each machine has `per_node` global ranks, by default torchrun's
+    """The group's ranks by machine. Each machine has `per_node` global ranks, by default torchrun's
     LOCAL_WORLD_SIZE; without either, all ranks are on one machine."""
     above_all = len(global_ranks) + max(global_ranks)
     per_node = per_node or int(os.environ.get("LOCAL_WORLD_SIZE") or above_all)

@@ -1,5 +1,5 @@
-"""Collectives through the slots. Each takes flat tensors and returns the bytes that this rank
-copied into its slot and out of all slots. Notation: rank r of n ranks, S bytes in total.
+"""Collectives through the slots. Each function takes flat tensors and returns the bytes that it
+copied into this rank's slot and out of all slots. Notation: rank r of n ranks, S bytes in total.
 
 An all-reduce of one piece on 3 ranks, one line per stage; x012 is the reduction of x0, x1 and x2:
 
@@ -182,7 +182,7 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
-    """outs[i] becomes rank i's ins[r]. Copies: all chunks except this rank's in, as many out."""
+    """outs[i] becomes rank i's ins[r]. Copies, in and out: every chunk but this rank's own."""
     ins = [private(x, *outs) for x in ins]
     outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)

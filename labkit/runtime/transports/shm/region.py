@@ -1,8 +1,8 @@
 """Memory shared by several processes: words that announce progress, followed by data.
 
 Each process opens or creates the file, sets its size (new bytes are zero) and writes "I have it".
-The first to see that all have mapped it deletes the file name; the memory lives while any process
-maps it, so that nothing remains however the ranks end.
+The first to see that all processes have mapped the file deletes its name; the memory lives while
+any process maps it, so that nothing remains however the ranks end.
 
 Each word has one writer, which uses a single aligned store, so no lock is needed. A reader polls
 for a while (the word often changes within microseconds), then sleeps until the writer wakes it: on
@@ -92,7 +92,7 @@ class Region:
                 return
 
     def give_up(self) -> None:
-        """Make the others stop waiting for this process."""
+        """Make the other processes stop waiting for this one."""
         self.announce(self._own, GONE)
 
     def gave_up(self, process: int) -> bool:

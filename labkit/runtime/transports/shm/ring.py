@@ -32,7 +32,7 @@ from labkit.runtime.transports.shm.slots import copy
 from labkit.runtime.transports.wire import Lane, LaneWork
 
 RING_BYTES = 1 << 20  # a multiple of HEAD.size
-HEAD = struct.Struct("<QQ")  # the tag, and the bytes that follow
+HEAD = struct.Struct("<QQ")  # the tag, and the number of bytes that follow
 MAX_UNTAKEN = 2048  # messages per direction; the next one waits until the first is taken
 GRAIN_BYTES = 1 << 18  # of a long message, to copy before waking the other end
 WRITTEN, READ, TAKEN = 0, 1, 2
@@ -47,7 +47,7 @@ class Ring:
     def __init__(self, path: Path, timeout_s: float):
         self.region = Region(path, self.end, 2, TAKEN + MAX_UNTAKEN, RING_BYTES)
         self.timeout_s = timeout_s
-        self._lock = threading.Lock()  # threads of this process use the ring in turns
+        self._lock = threading.Lock()  # threads of this process take turns
         self._lane: Lane | None = None
 
     def wait(self, word: int, value: int, deadline_s: float) -> None:
@@ -184,8 +184,8 @@ class Inbox(Ring):
             self.wait(WRITTEN, read + 1, deadline_s)
 
     def read_without(self, received: "Received") -> int | None:
-        """Empty the ring. Returns None if `received` is done, else the bytes read so far, which its
-        message follows (read under the lock: other threads empty the ring, too)."""
+        """Empty the ring. Returns None if `received` is done, else the bytes read so far, counted
+        under the lock, as other threads also empty the ring; the message ends later."""
         with self._lock:
             if not received.done:
                 self._take_out()
@@ -215,7 +215,7 @@ class Inbox(Ring):
             self.region.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins, to be read into its receive's tensor or private memory."""
+        """The message that begins here, to be read into its receive's tensor or private memory."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -243,7 +243,7 @@ class Inbox(Ring):
 
 
 class Arriving:
-    """A message being read from the ring into `x`, for `receive` if there is one yet."""
+    """A message being read from the ring into `x`, for `receive` if already posted."""
 
     def __init__(self, number: int, x: torch.Tensor, receive: "Received | None"):
         self.number, self.x, self.receive, self.left_bytes = number, x, receive, x.nbytes

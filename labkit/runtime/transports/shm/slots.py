@@ -3,15 +3,15 @@
     | words: a stage per rank, a note per slot | rank 0: slot, slot | rank 1: slot, slot | ...
 
 A collective is split into pieces that fit a slot. Pieces are numbered over the group's lifetime,
-equally on all ranks; piece p uses slot p modulo 2. For every piece, each rank announces three
+identically on all ranks; piece p uses slot p modulo 2. For every piece, each rank announces three
 stages in its word, as 3 p + stage:
 
     FILLED    the data for other ranks is in my slot
     REDUCED   my slice of the result is in my slot
     DONE      I no longer need the other ranks' slots
 
-Two slots let a rank fill the next piece while others still read this one: a slot is rewritten only
-after all ranks are DONE with its piece.
+Two slots let a rank fill the next piece while other ranks still read the current piece: a slot is
+rewritten only after all ranks are DONE with its piece.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from labkit.runtime.transports.shm.region import ALIGNED, Region
 FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
-MAX_BYTES = 32 << 20  # for all slots of a group: many ranks get smaller slots
+MAX_BYTES = 32 << 20  # for all slots of a group: with many ranks, slots are smaller
 NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
 MAX_VIEWS = 512  # in the cache
 
@@ -48,7 +48,7 @@ class Slots:
         self._region.give_up()
 
     def begin(self, note: int = NOTHING) -> None:
-        """Begin the next piece once its slot is free, with a note for the others."""
+        """Begin the next piece once its slot is free, with a note for the other ranks."""
         self._piece += 1
         self._wait(self.others, DONE, self._piece - BUFFERS)
         self._region.write(self._note(self.rank), note)
@@ -132,7 +132,7 @@ def copy(target: int, source: int, nbytes: int) -> int:
 
 
 def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
-    """`piece` split into n slices, aligned to cache lines, each with its first byte."""
+    """`piece` split into n slices, aligned to cache lines, each with its byte offset."""
     line = ALIGNED // piece.element_size()
     step = -(-piece.numel() // (n * line)) * line
     begins = [min(i * step, piece.numel()) for i in range(n)]
@@ -142,7 +142,7 @@ def slices(piece: torch.Tensor, n: int) -> list[tuple[torch.Tensor, int]]:
 def pieces(
     slots: Slots, longest_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """(begin, end) in elements of each piece of the longest tensor; a shorter tensor ends early."""
+    """(begin, end) per piece of the longest tensor, in elements; shorter tensors end earlier."""
     step = room_bytes // x.element_size()
     for begin in range(0, longest_bytes // x.element_size(), step):
         slots.begin()

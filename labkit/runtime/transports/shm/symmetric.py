@@ -1,8 +1,8 @@
 """Symmetric memory: a tensor on each rank of a group, in memory that all ranks can access.
 
-All ranks create it together, one part per rank, of equal size. Its all-reduce needs no slots: once
-all ranks are FILLED, rank r alone uses slice r of every part until it has written the result to
-every part. One line per stage; x012 is the reduction of x0, x1 and x2:
+All ranks create it together, one part per rank, of equal size. Its all-reduce sends nothing through
+slots: once all ranks are FILLED, rank r alone uses slice r of every part until it has written the
+result to every part. One line per stage; x012 is the reduction of x0, x1 and x2:
 
                 rank 0's part           rank 1's part           rank 2's part
     FILLED      x0[0] x0[1] x0[2]       x1[0] x1[1] x1[2]       x2[0] x2[1] x2[2]
@@ -61,7 +61,7 @@ class SymmetricTensors:
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new tensor; None on all ranks if any lacks room or sizes differ."""
+        """This rank's part of a new tensor; None on all ranks if one lacks room or sizes differ."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
         shared, nbytes = None, numel * dtype.itemsize
@@ -78,7 +78,7 @@ class SymmetricTensors:
         return own
 
     def find(self, x: torch.Tensor) -> tuple[Symmetric, int] | None:
-        """The symmetric memory that contains `x`, and its offset there in bytes; else None."""
+        """The symmetric memory that contains `x`, and the byte offset of `x` there; else None."""
         if not self._by_address:
             return None
         start = x.untyped_storage().data_ptr()

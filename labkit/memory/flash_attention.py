@@ -47,10 +47,10 @@ class FlashAttention(nn.Module):
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
-    """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
+    """Attention, like torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
-    and rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are cast to fp32,
+    results rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
     queries and keys per tile; working memory grows with its square.
 
     Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
@@ -60,7 +60,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
 
 
 def _uncast(run: Any) -> Any:
-    """Disable autocast, which would round scores and weights to two bytes."""
+    """Disable autocast, which would round scores and weights to 16 bits."""
 
     @wraps(run)
     def inside(x: Tensor, *others: Any) -> Any:

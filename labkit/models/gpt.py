@@ -199,7 +199,7 @@ class GPT(nn.Module):
                          mlp    8 width² + 5 width
             norm, head   2 width, and vocab * width more if the head is not tied
 
-        A block without grouped queries has 12 width² + 13 width. Large models can be counted on the
+        A block without grouped queries has 12 width² + 13 width. To count a large model, use the
         meta device: `with torch.device("meta"): GPT(...).parameter_count`."""
         return sum(weight.numel() for weight in self.parameters())
 

@@ -59,7 +59,7 @@ class Contents:
     buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with the buffer
     aliases        further name of a tied parameter or buffer -> its first name
     groups         parameter names per group, over all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: unfrozen ones only
+    stateful       names of the parameters that the optimizer steps on; trained: only if unfrozen
 
     Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
     pipeline, or if model and optimizer both define a rank's pieces."""

@@ -62,7 +62,7 @@ def load_checkpoint(
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
     or if it is damaged, could run code, has files outside its folder, has a newer format, or is of
-    a different model or optimizer (the error names the first parameters that differ)."""
+    a different model or optimizer (naming the first differences). Read errors may follow later."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"

@@ -44,7 +44,7 @@ def recompute(
         policy: `policy(op) -> bool`: True keeps that op's results, too.
         preserve_rng: restore torch's default generators, so that dropout draws the same masks.
         check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
-            "values" also their elements, which takes time; "none" nothing.
+            "values" also their elements, which takes time; "none" compares nothing.
 
     Gradients are unchanged, bit for bit if the same kernels run. Calls may nest, and
     backward may run several times. Raises ValueError if `fn` changes an input or behaves
@@ -55,7 +55,7 @@ def recompute(
 
 
 class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
-    """Replaces `forward` methods; `remove()`, or leaving the context, restores them."""
+    """Replaces `forward` methods; `remove()`, or leaving the context, restores the originals."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []

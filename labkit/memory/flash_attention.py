@@ -15,7 +15,7 @@ Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D =
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
     kept        q, k, v, out, and L at 4 bytes per row: linear in s; scores would grow as s²
-    FLOPs       as for plain attention, plus q kᵀ once more in backward
+    FLOPs       like plain attention, plus q kᵀ once more in backward
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
 section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.

@@ -40,10 +40,10 @@ def measure(
 
     Args:
         step: computes a scalar loss; must call each block exactly once, in order.
-        blocks, core, offload: as for `Choices`; without `offload`, that choice is skipped.
+        blocks, core, offload: as for `Choices`; without `offload`, "offload" is skipped.
         held_bytes: memory before a step; by default, all live tensors on the model's device,
             including the state of an optimizer that has stepped.
-        choices: the choices to try; "none" must be among them.
+        choices: the choices to try, which must include "none".
 
     Clears gradients and restores random state, but not counters that forward updates (BatchNorm).
     Raises ValueError if blocks are listed twice or not called once in order, or gradients exist."""

@@ -7,7 +7,7 @@
 
 `policy(op) -> bool` is called once per op of forward; True keeps the op's result (example:
 `keep_products`). Views and other ops that return an input's memory, casts (which autocast may have
-cached) and ops that write to inputs always rerun, without a call of `policy`.
+cached) and ops that write to inputs always rerun, and `policy` is not called.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.

@@ -8,7 +8,7 @@
     communication   with `comm`: 2(n-1)/n · 4 bytes per parameter and step, in one fp32 all-reduce
 
 bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding that gradient
-changes nothing. Of k equal gradients, only the first 256 to 383 count; in fp32, 2²⁴ or more.
+changes nothing. Of k equal gradients, only the first 256 to 383 count; in fp32, at least 2²⁴.
 
 Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; growth of the error in a plain sum:
 Higham, "The Accuracy of Floating Point Summation", 1993, section 2.

@@ -137,7 +137,7 @@ class Format:
         if leading:
             return "normal"
         if exponent:
-            return "nan"  # x87 only: a nonzero exponent without leading bit is an invalid operand
+            return "nan"  # x87 only: a nonzero exponent with leading bit 0 is an invalid operand
         return "subnormal" if fraction else "zero"
 
     def decode(self, bits: int) -> Exact:

@@ -81,7 +81,7 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 
 
 def check_owner(trained: Trained, comm: Comm | None) -> None:
-    """Raise ValueError if an optimizer holds a model's gradients, or `comm` lacks their ranks."""
+    """Raise ValueError if an optimizer holds a model's gradients, or `comm` omits some ranks."""
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)

@@ -24,7 +24,7 @@ and features; the other 10 of the 34 are replicated, unless sharded along the se
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
     and sequence parallel                34/t + 5as/(wt)       inputs are kept as shards, too
-    selective recomputation              without the as/w term
+    selective recomputation              no as/w term
     full recomputation                   2, or 2/t if the input is sharded along the sequence
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv

@@ -5,12 +5,12 @@
                                       b b b b
                                       c c . .     c   the start of the last row
 
-With more dimensions, partial rows are split in the same way, into at most 2d - 1 boxes, in order.
+With d dimensions, partial rows are split in the same way: at most 2d - 1 boxes in total, in order.
 
 A tensor-parallel rank holds rows or columns of the whole parameter, possibly padded. A box is
 shifted to its position in the whole parameter and loses the padding:
 
-    here [4, 2]      a a      whole [4, 5]     . . . . a      this rank has columns 4:5;
+    here [2, 2]      a a      whole [2, 5]     . . . . a      this rank has columns 4:5;
                      a a                       . . . . a      its second column is padding
 """
 
@@ -58,7 +58,7 @@ def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
 
 
 def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
-    """Like `boxes_of`, but at most `most` elements or one row per box; one box if empty."""
+    """Like `boxes_of`, but at most `most` elements or one row per box; one empty box if empty."""
     if prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape))
         return
@@ -70,7 +70,7 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
 
 
 def in_whole(box: Box, shard: Shard | None) -> Box | None:
-    """The box in the whole parameter, without padding (last along the cut dim); None if empty."""
+    """The box in the whole parameter, without padding (the end of the cut dim); None if empty."""
     if shard is None:
         return box
     offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim
@@ -80,7 +80,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """The view of `box`; `tensor` has `shape`, or is flat and begins at element `start`."""
+    """The view of `box` in `tensor`, which has `shape`, or is flat from element `start` on."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
         return tensor[tuple(slices)]

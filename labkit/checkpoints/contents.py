@@ -38,7 +38,7 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The strategy's ranks; all ranks without a strategy, with tensor parallelism or a pipeline."""
+    """The strategy's ranks; all ranks if there is tensor parallelism, a pipeline or no strategy."""
     if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
@@ -59,7 +59,7 @@ class Contents:
     buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with the buffer
     aliases        further name of a tied parameter or buffer -> its first name
     groups         parameter names per group, over all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: unfrozen ones only
+    stateful       names of the parameters that the optimizer steps on; trained: only if unfrozen
 
     Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
     pipeline, or if model and optimizer both define a rank's pieces."""
@@ -179,7 +179,7 @@ class Contents:
 
     def to_write(self) -> Iterator[OwnedPiece]:
         """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
-        (data-parallel splits may differ on others); only the first stage writes shared pieces."""
+        (data-parallel splits may differ elsewhere); only the first stage writes shared pieces."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()

@@ -8,7 +8,7 @@ A save writes into the `.tmp` folder, flushes every byte to disk, renames the fo
 `latest`, and only then removes old checkpoints. A rename is atomic, so whenever a save is killed,
 `latest` names a complete checkpoint. `.metadata` and `latest` end in their own CRC-32, and
 `.metadata` holds a CRC-32 per item of the other files. A CRC detects any flipped bit and is several
-times as fast as a cryptographic hash; an attacker could replace either.
+times as fast as a cryptographic hash; an attacker could recompute either.
 """
 
 import os
@@ -103,7 +103,7 @@ def discard(unfinished: Path) -> None:
 
 
 def remove_old(latest: Path, keep: int) -> None:
-    """Keep only `latest` and the `keep - 1` checkpoints before, no older saves of its step."""
+    """Keep only `latest` and the newest `keep - 1` checkpoints of other steps."""
     same = latest.name.partition(".")[0]
     others = [path for path in finished_in(latest.parent) if path != latest]
     kept = [path for path in others if path.name.partition(".")[0] != same][: keep - 1]
@@ -137,7 +137,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def find(folder: Path) -> Path:
-    """The checkpoint to load: `folder` itself, or the one that `latest` names. Raises ValueError if
+    """The checkpoint to load: `folder`, or the checkpoint that `latest` names. Raises ValueError if
     there is none, listing the checkpoints in `folder`."""
     if finished(folder):
         return folder

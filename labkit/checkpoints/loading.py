@@ -57,12 +57,12 @@ def load_checkpoint(
 
     Values are cast to the model's dtypes. Without `optimizer`, only the weights are loaded. `comm`:
     as in `save_checkpoint`. As in torch.load, `weights_only=False` lets the checkpoint run code:
-    load only checkpoints you trust. Checkpoints of torch's own `save` or older versions have
+    load only checkpoints you trust. Checkpoints of torch's own `save` or an older labkit have
     no checksums: only file sizes are verified, and rank 0 warns.
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
     or if it is damaged, could run code, has files outside its folder, has a newer format, or is of
-    a different model or optimizer (the error names the first parameters that differ)."""
+    a different model or optimizer (naming the first differences). Read errors may follow later."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
@@ -132,7 +132,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
 
 
 def check_format(stored: Stored) -> dict[str, Any]:
-    """The saved step and `extra`; None for torch's own `save`. Raises ValueError if too new."""
+    """The saved step and `extra`; None for torch's own `save`. ValueError for a newer format."""
     if ("labkit",) not in stored.entries:
         return {"step": None, "extra": None}
     record: dict[str, Any] = stored.value(("labkit",))
@@ -145,7 +145,7 @@ def check_format(stored: Stored) -> dict[str, Any]:
 
 
 def check_model(stored: Stored, contents: Contents) -> None:
-    """Raises ValueError if the checkpoint's names and shapes differ from the model's."""
+    """Raises ValueError if the checkpoint's names or shapes differ from the model's."""
     saved = {
         name: entry.size for name, entry in stored.under("model").items() if hasattr(entry, "size")
     }

@@ -62,8 +62,8 @@ def save_checkpoint(
         optimizer: the model's optimizer, or the strategy around it; None saves the weights alone.
         step, extra: returned by `load_checkpoint`; rank 0's `extra` is saved.
         keep: how many checkpoints to keep, this one included.
-        comm: the ranks that hold the model together, such as `mesh.comm`; None: the strategy's, or
-            all ranks without a strategy, with tensor parallelism or for a Pipeline.
+        comm: the ranks that hold the model together, such as `mesh.comm`; None: the strategy's; all
+            ranks if there is tensor parallelism, a Pipeline or no strategy.
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
             refuse, such as an object of your own class. If False, load with False, too.
 
@@ -143,7 +143,7 @@ class PiecePlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], metadata.Metadata]:
-        """Torch's plan. Raises ValueError if the ranks' pieces do not make up the model."""
+        """Torch's global plan. Raises ValueError if the ranks' pieces do not make up the model."""
         try:
             plans, described = super().create_global_plan(all_plans)
         except ValueError as error:
@@ -158,7 +158,7 @@ class PiecePlanner(DefaultSavePlanner):
         return plans, described
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The bytes to write for a tensor or another value."""
+        """The bytes to write for a tensor or other value."""
         data = self._data[write_item.index]
         return (_serialized(_compact_copy(data)) if torch.is_tensor(data) else data).getbuffer()
 

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its entries, read in parts without running its code."""
+"""A checkpoint on disk: its entries, read in parts, by default without running code."""
 
 import pathlib
 import pickle
@@ -45,7 +45,7 @@ class Stored:
     """The checkpoint in a folder.
 
     entries        path of names -> entry in torch's metadata
-    has_checksums  False if torch's own `save` or an older labkit wrote it
+    has_checksums  False if torch's own `save` or an older labkit wrote the files
 
     Raises ValueError if the folder's metadata is damaged, cannot be read or, with `weights_only`,
     could run code."""
@@ -180,7 +180,7 @@ class BoxPlanner(DefaultLoadPlanner):
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Builds only the classes of torch's `.metadata`; raises ValueError for any other."""
+    """Builds only the classes of torch's `.metadata`; raises ValueError for any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, "").split():
@@ -198,7 +198,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_weights_only(data: BytesIO, key: str) -> None:
-    """Raises ValueError if torch.load(weights_only=True) would refuse `data`, from torch.save."""
+    """Raises ValueError if torch.load(weights_only=True) would refuse torch.save's `data`."""
     data.seek(0)
     if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(data):
         name = "extra" if key == "labkit" else key

@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
-    """Run `action` on every rank and return all ranks' results. If any fails, every rank raises the
-    first failing rank's error, an OSError or ValueError, with `failed` before its message."""
+    """Run `action` on every rank and return all ranks' results. If any rank fails, all raise
+    the first failing rank's error (OSError or ValueError), with `failed` before its message."""
     own_error: Exception | None = None
     result: Any = None
     failure = None

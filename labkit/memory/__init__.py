@@ -1,1 +1,1 @@
-"""Activation memory in training: recompute it, offload it, and count the cost."""
+"""Memory: recompute or offload activations, load weights over a bus, and measure the cost."""

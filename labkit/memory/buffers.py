@@ -22,13 +22,13 @@ _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` is offloaded: not device memory, even if the device is a CPU."""
+    """Whether `x` is offloaded, so not counted as device memory, even if the device is a CPU."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
 class ConstantBuffer:
     """A stack of slices in one block of `nbytes` of host memory; the space of a freed slice is
-    reusable once all slices above are free. `pinned`: a GPU can copy while it computes."""
+    reusable once all slices above it are free. `pinned`: page-locked, for asynchronous copies."""
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
@@ -45,7 +45,7 @@ class ConstantBuffer:
         return self._top
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """A slice, uint8 [nbytes]; None if it exceeds the free space."""
+        """A slice, uint8 [nbytes]; None if larger than the free space."""
         if self._top + nbytes > self.nbytes:
             return None
         start = self._top

@@ -5,12 +5,12 @@
     program   copy ┐    computes ...     ┌ wait      B bytes arrive after
     engine         └ latency ┬ B / rate ─┘               latency + B / rate
 
-`StreamBus` is a GPU's real bus. `Bus` needs no GPU: it copies bytes inside the machine's memory,
-each chunk no sooner than a bus of the given rate would; its results are labeled "paced". Copies run
+`StreamBus` is a GPU's real bus. `Bus` needs no GPU: it copies bytes within CPU memory, delivering
+each chunk no sooner than a bus of the given rate would; its events are labeled "paced". Copies run
 in order.
 
-Rates: PCIe 4.0 and 5.0 carry 16 and 32 Gbit/s per lane and direction, on 16 lanes (PCI-SIG, base
-specifications): 252 and 504 Gbit/s after 128b/130b encoding.
+Rates: PCIe 4.0 carries 16 Gbit/s per lane and direction (PCI-SIG, base specification), so 16 lanes
+carry 252 Gbit/s after 128b/130b encoding. PCIe 5.0 is twice as fast: 504 Gbit/s.
 """
 
 import threading
@@ -28,7 +28,7 @@ from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
 CHUNKS = 16  # per paced copy: an early read sees partial data, as on a real bus
-MAX_EVENTS = 1024  # of the latest copies, kept by a bus
+MAX_EVENTS = 1024  # a bus keeps the events of its latest copies
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -149,7 +149,7 @@ class StreamBus:
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy like `Bus.copy`; it begins after all work queued on the current stream."""
+        """Issue a copy like `Bus.copy`, to begin after all work queued on the current stream."""
         check_alike(target, source)
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():
@@ -177,7 +177,7 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Keeps both tensors until a stream waits: then only later work can reuse their memory."""
+    """Keeps both tensors until a stream waits for the copy; only later work reuses their memory."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
@@ -197,7 +197,7 @@ class _OnStream(Arrival):
 
 
 def check_alike(target: Tensor, source: Tensor) -> None:
-    """Raises ValueError if dtypes or sizes differ: a bus moves bytes and casts nothing."""
+    """Raises ValueError if shapes or dtypes differ, or a tensor is not contiguous."""
     if (target.shape, target.dtype) != (source.shape, source.dtype):
         raise ValueError(
             f"a bus copies bytes unchanged, but the source is {source.dtype} {list(source.shape)} "
@@ -208,7 +208,7 @@ def check_alike(target: Tensor, source: Tensor) -> None:
 
 
 def sleep_until(when_s: float) -> None:
-    """Sleep until `when_s` of the monotonic clock, at most until the program ends."""
+    """Sleep until the monotonic clock reads `when_s`, or until the program ends."""
     while (left_s := when_s - time.monotonic()) > 0 and not _ENDING.is_set():
         time.sleep(min(left_s, 1.0))
 

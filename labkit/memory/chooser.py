@@ -9,7 +9,7 @@
      └──────────────────────────────>
        block 0, 1, 2  head  2, 1, 0
 
-Only the level couples blocks: dynamic programming over all reachable levels is exact.
+Only the level and the moved bytes couple the blocks: dynamic programming over both is exact.
 
 Sources: trade-off of Chen et al., arXiv 1604.06174, section 4; dynamic programming as in Beaumont
 et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
@@ -38,7 +38,7 @@ class Costs:
     before_bytes: int = 0  # the level before the first block: weights, optimizer state
     head_bytes: int = 0  # the peak above the last level, before the last block's backward
     after_bytes: int = 0  # the peak above the first level, after the first block's backward
-    leaving_bytes: int = 0  # the most in flight between blocks, if any offloads
+    leaving_bytes: int = 0  # the most in flight to the host, if any block offloads
     step_flops: int = 0  # of a step without recomputation
 
 
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def again(self) -> float:
-        """Recomputed FLOPs as a fraction of the step's."""
+        """Recomputed FLOPs as a fraction of the step's FLOPs."""
         return self.again_flops / self.step_flops if self.step_flops else 0.0
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Plan:
 
 
 def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
-    """The plan for these choices. Raises ValueError if they do not match the blocks."""
+    """The plan for `choices`. Raises ValueError if the choices do not match the blocks."""
     if len(choices) != len(costs.blocks):
         raise ValueError(
             f"{len(choices)} choices for {len(costs.blocks)} blocks; pass one for each block"
@@ -86,7 +86,7 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
 
 def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) -> Plan:
     """The plan with the fewest recomputed FLOPs within the budget; ties go to the lowest final
-    level. `most_moved_bytes`: how many bytes a bus can copy to the host during a forward.
+    level. `most_moved_bytes`: the most bytes that may move to the host during a forward.
 
     Raises ValueError if no plan fits, naming the smallest budget that works."""
     plan = _search(costs, budget_bytes, most_moved_bytes)

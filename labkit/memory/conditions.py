@@ -2,11 +2,11 @@
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
                fn(...)                               a dropout draws
-               conditions.forget_unused()            if nothing was drawn, nothing to restore
+               conditions.forget_unused()            drops states of generators that drew nothing
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                after the block                       the generators continue as before
 
-Covers torch's default generators, not Python's `random`, NumPy's or your own torch.Generator.
+Covers torch's default generators, not Python's `random`, NumPy or your own torch.Generator.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ def restore(states: States) -> None:
 
 class Conditions:
     """Records the current conditions for a function of `tensors`. Function modes (torch.device,
-    labkit's autocast) are reentered: the mode itself, or a new one from its `entered_again`."""
+    labkit's autocast) are reentered, or replaced by a new mode if they have `entered_again`."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
@@ -61,7 +61,7 @@ class Conditions:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Apply the recorded conditions inside the block; restore the current conditions after."""
+        """Apply the recorded conditions inside the block, then restore the current conditions."""
         with ExitStack() as stack:
             stack.callback(restore, states_of(generator for generator, _ in self.states))
             restore(self.states)

@@ -39,12 +39,12 @@ def recompute(
     """Call `fn(*args, **kwargs)`, keeping only its inputs for backward, which reruns `fn`.
 
     Args:
-        fn: a function or module. Both runs must compute the same, and not change inputs in place.
+        fn: a function or module. Both runs must compute the same result and leave inputs unchanged.
             Side effects happen twice: BatchNorm counts a batch twice.
         policy: `policy(op) -> bool`: True keeps that op's results, too.
-        preserve_rng: restore torch's own generators, so that dropout draws the same masks.
+        preserve_rng: restore torch's default generators, so that dropout draws the same masks.
         check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
-            "values" also their elements, which takes time; "none" nothing.
+            "values" also their elements, which takes time; "none" compares nothing.
 
     Gradients are unchanged, bit for bit if the same kernels run. Calls may nest, and
     backward may run several times. Raises ValueError if `fn` changes an input or behaves
@@ -55,7 +55,7 @@ def recompute(
 
 
 class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
-    """Replaces `forward` methods; `remove()`, or leaving the context, restores them."""
+    """Replaces `forward` methods; `remove()`, or leaving the context, restores the originals."""
 
     def __init__(self) -> None:
         self._before: list[tuple[nn.Module, Any]] = []
@@ -117,10 +117,10 @@ class Recompute(_ForwardEdits):
 class Choices(_ForwardEdits):
     """Edits `model` so that block i follows `chosen[i]`, one of CHOICES. `remove()` undoes it.
 
-        none         keeps its activations                      34 + 5as/h of sbh
+        none         keeps its activations                      34 + 5as/h bytes per sbh
         selective    recomputes the attention core              34
         full         recomputes the block from its input         2
-        offload      moves activations to host memory and back   0, plus those in flight
+        offload      moves activations to host memory and back   0, plus tensors in flight
 
     `chosen`: one choice per block, or one for all blocks; `blocks`, `core`: as for `Recompute`;
     `offload`: from `offload_activations(model)`. Raises ValueError for an unknown name, a wrong

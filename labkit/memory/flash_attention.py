@@ -15,7 +15,7 @@ Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D =
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
     kept        q, k, v, out, and L at 4 bytes per row: linear in s; scores would grow as s²
-    FLOPs       as for plain attention, plus q kᵀ once more in backward
+    FLOPs       like plain attention, plus q kᵀ once more in backward
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
 section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
@@ -47,10 +47,10 @@ class FlashAttention(nn.Module):
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
-    """Attention, as torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
+    """Attention, like torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are computed in fp32
-    and rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are cast to fp32,
+    results rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
     queries and keys per tile; working memory grows with its square.
 
     Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
@@ -60,7 +60,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64)
 
 
 def _uncast(run: Any) -> Any:
-    """Disable autocast, which would round scores and weights to two bytes."""
+    """Disable autocast, which would round scores and weights to 16 bits."""
 
     @wraps(run)
     def inside(x: Tensor, *others: Any) -> Any:

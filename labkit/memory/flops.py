@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of one call, 2 per multiply-add; 0 except for matmuls, convolutions, attention."""
+    """FLOPs of one call, 2 per multiply-add; 0 except for matmuls, convolutions and attention."""
     match func._overloadpacket:  # torch has no formula for attention on a CPU
         case aten._scaled_dot_product_flash_attention_for_cpu:
             return sdpa_flop_count(*(x.shape for x in args[:3]))

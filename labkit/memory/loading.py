@@ -7,10 +7,10 @@
                       compute       | C0 | C1 | C2 |                  holds ahead + 1 blocks
 
     in place          bus      | R0 | R1 | R2 |                       n max(R, C)
-                      compute  | C0 | C1 | C2 |                       holds none
+                      compute  | C0 | C1 | C2 |                       holds no blocks
 
-L loads a block, C computes it, R reads its weights over the bus as a kernel computes. Pipelined
-blocks share `ahead` + 1 buffers: block k + ahead replaces block k - 1 after that block's compute.
+L: time to load a block; C: to compute it; R: to read its weights over the bus while computing. If
+pipelined, blocks share `ahead` + 1 buffers: block k + ahead replaces the computed block k - 1.
 
 Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
 from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
@@ -57,7 +57,7 @@ class Waiting:
 
 @dataclass
 class Run:
-    """Result, memory and events of a run. `held_bytes`: weight buffers on the device."""
+    """Result, memory and events of a run. `held_bytes`: in weight buffers on the device."""
 
     value: Tensor
     held_bytes: int
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        """A trace for plot.timeline: the bus below the compute, with the waits between."""
+        """A trace for plot.timeline: compute with its waits, and the bus below."""
         events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
         began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
@@ -108,8 +108,8 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
-    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, with
-    `moved_bytes` 0; on a paced bus, each block also waits while its bytes are read once."""
+    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, but
+    `moved_bytes` stays 0; on a paced bus, each block also waits while its bytes are read once."""
     runner = _Runner(waiting, buffers=0)
     for k in range(len(waiting)):
         x = runner.compute(k, x)
@@ -169,8 +169,8 @@ class _Runner:
 
 
 class Packed:
-    """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all;
-    each becomes a view of `flat`. `pin`: page-lock `flat`. Raises ValueError for non-CPU tensors.
+    """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all:
+    tensors become views of `flat`. `pin`: page-lock `flat`. Raises ValueError for non-CPU tensors.
 
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each at a multiple of 64 B
     """
@@ -193,7 +193,7 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `flat`: `self.flat`, or a copy that may be longer."""
+        """The tensors by name, as views of `flat`: `self.flat`, or its copy in a larger buffer."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
@@ -211,7 +211,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Mapped:
-    """Passes torch an address by the "CUDA Array Interface", version 2; keeps the memory alive."""
+    """Passes torch an address via the "CUDA Array Interface", version 2; keeps the memory alive."""
 
     def __init__(self, flat: Tensor):
         self.flat = flat

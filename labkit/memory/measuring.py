@@ -4,8 +4,8 @@
     backward                                              | block 1 | block 0 | after
     marks              f0        f1        f2             b1        b0        a
 
-A block's level is the memory held when its forward begins, without bytes in flight to the host and
-without its input, which its choice keeps or drops. Its need is the peak of its own forward or
+A block's level is the memory held when its forward begins, excluding its input (which its choice
+keeps or drops) and bytes in flight to the host. Its need is the peak of its own forward or
 backward above that level, independent of earlier blocks' choices, so one step per choice suffices.
 """
 
@@ -40,13 +40,13 @@ def measure(
 
     Args:
         step: computes a scalar loss; must call each block exactly once, in order.
-        blocks, core, offload: as for `Choices`; without `offload`, that choice is skipped.
+        blocks, core, offload: as for `Choices`; without `offload`, "offload" is skipped.
         held_bytes: memory before a step; by default, all live tensors on the model's device,
             including the state of an optimizer that has stepped.
-        choices: the choices to try; "none" must be among them.
+        choices: the choices to try, which must include "none".
 
-    Clears gradients and restores random state, but not counters of forward (BatchNorm). Raises
-    ValueError for blocks listed twice or not called once, in order, or if gradients exist."""
+    Clears gradients and restores random state, but not counters that forward updates (BatchNorm).
+    Raises ValueError if blocks are listed twice or not called once in order, or gradients exist."""
     all_blocks = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
         raise ValueError(f'choices={choices!r}: include "none", the baseline of the others')
@@ -133,7 +133,7 @@ class _Interval:
 
 
 class _Marks(PeakMemory):
-    """Counts memory, FLOPs and moved bytes between marks; `old` storages count from first use."""
+    """Counts memory, FLOPs and moved bytes between marks; `old` storages do not count."""
 
     def __init__(
         self, old: "weakref.WeakSet[torch.UntypedStorage]", offload: Offload | None
@@ -141,7 +141,7 @@ class _Marks(PeakMemory):
         super().__init__()
         self.intervals: dict[str, _Interval] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; before that mark
+        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; up to that mark
         self._old, self._offload = old, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

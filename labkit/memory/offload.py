@@ -6,7 +6,7 @@
     bus             [ back 2 ][ back 1 ][ back 0 ]      last out, first back
 
     device memory   at most 2·in_flight offloaded tensors, instead of all
-    transfers       each saved byte once out and once back, hidden while compute takes longer
+    transfers       each saved byte once out and once back, hidden if compute takes longer
 
 Autograd calls a hook for each tensor that it saves, and keeps what the hook returns (here a
 ticket); before use, another hook must return the tensor. Parameters and small tensors stay; memory
@@ -45,7 +45,7 @@ def offload_activations(
         model: its parameters stay; only tensors on its device move.
         link: on a CPU, the speed of the simulated bus; None: memory speed.
         smallest_bytes: smaller tensors stay.
-        in_flight: the most tensors in flight per direction; forward waits, to bound memory.
+        in_flight: the most tensors in flight per direction; beyond that, forward waits.
         host_bytes: size of the host block, allocated once; tensors that do not fit stay.
         bus: replaces the device's own bus.
 
@@ -72,7 +72,7 @@ class Ticket:
 
 
 class Offload:
-    """See `offload_activations`. `moved_bytes`: offloaded; `no_room_bytes`: no room on the host."""
+    """See `offload_activations`. `moved_bytes`: offloaded; `no_room_bytes`: kept, host full."""
 
     def __init__(
         self, model: nn.Module, link: Link | None, smallest_bytes: int, in_flight: int,
@@ -123,7 +123,7 @@ class Offload:
 
     def _pack(self, x: torch.Tensor) -> "tuple[torch.Tensor, int] | Ticket":
         moved = self._moved(x) if self._may_leave(x) else None
-        if moved is None:  # detached: an output refers to its graph, a cycle
+        if moved is None:  # detached: an output would keep its own graph alive
             return x.detach(), x._version
         moved.tickets += 1
         offset = int(x.storage_offset())
@@ -137,7 +137,7 @@ class Offload:
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "HostCopy | None":
-        """The transfer of the storage, perhaps begun for another tensor that shares it."""
+        """The storage's transfer, perhaps begun for another tensor on the same storage."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:

@@ -16,7 +16,7 @@ class PeakMemory(DispatchMode):
     """Counts the tensors created inside the `with` block, on any device, including in backward.
 
     `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, earlier tensors and
-    tensors offloaded to the host do not count. A resized storage counts from the next op on."""
+    tensors offloaded to the host do not count. A storage's new size counts from the next op on."""
 
     def __init__(self) -> None:
         super().__init__()

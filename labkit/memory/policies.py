@@ -5,9 +5,9 @@
     kept              [op 2]
     backward   op 1   served op 3   op 4       op 2 is not rerun: its kept result is returned
 
-`policy(op) -> bool` is called once per op of forward; True keeps the op's result, as for matmuls
-(`keep_products`). Views and other ops that return an input's memory, casts (which autocast may have
-cached) and ops that write to inputs always rerun, without a call of `policy`.
+`policy(op) -> bool` is called once per op of forward; True keeps the op's result (example:
+`keep_products`). Views and other ops that return an input's memory, casts (which autocast may have
+cached) and ops that write to inputs always rerun, and `policy` is not called.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.
@@ -48,8 +48,8 @@ class _Result:
     """A kept result, detached: its graph would refer back to the result, a cycle."""
 
     value: Any
-    random: States  # after the op, of the generators it drew from
-    seen: list[tuple[torch.Tensor, int]]  # tensors whose versions count writes to its memory
+    random: States  # after the op, of the generators that the op drew from
+    seen: list[tuple[torch.Tensor, int]]  # tensors whose versions count writes to the memory
 
 
 class Kept:
@@ -104,7 +104,7 @@ class Kept:
         return out
 
     def _written(self, x: torch.Tensor) -> None:
-        """An op writes to `x`: drop the kept results that share its memory."""
+        """Drop the kept results that share memory with `x`, to which an op writes."""
         for memory in _storage_ids(x) & self._kept_in.keys():
             op, call = self._kept_in.pop(memory)
             self.results[op][call] = None
@@ -121,7 +121,7 @@ class Kept:
 
 
 class _Mode(DispatchMode):
-    """Passes ops that compute new tensors to `run`, and tensors that ops write to, to `written`."""
+    """Calls `run` for ops that compute new tensors, and `written` for tensors that ops write to."""
 
     def __init__(
         self,

@@ -206,7 +206,7 @@ def _fingerprint(x: torch.Tensor) -> float:
 
 
 def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that `x` is or views, if any."""
+    """The parameter that `x` is, or is a view of, if any."""
     root = x if x._base is None else x._base
     return root if root.is_leaf and root.requires_grad else None
 

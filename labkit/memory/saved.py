@@ -1,6 +1,6 @@
 """The tensors that forward saves for backward, as autograd reports them.
 
-Autograd passes each saved tensor to a hook, which credits the module then running.
+Autograd passes each saved tensor to a hook, which attributes it to the module then running.
 
     norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
              └─> k(·)    saves the same memory again          not counted
@@ -29,7 +29,7 @@ class SavedTensor:
 
 
 def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
-    """Call `module(*args, **kwargs)` and list the tensors it saves, in order.
+    """Call `module(*args, **kwargs)` and list the tensors saved for backward, in order.
 
     >>> sum(saved.nbytes for saved in saved_by(block, x))
     """
@@ -43,7 +43,7 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
             saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
-        return x.detach()  # detached: an output refers to its graph, a cycle
+        return x.detach()  # detached: an output would keep its own graph alive
 
     def enter(name: str, *_: Any) -> None:
         running.append(name)

@@ -1,4 +1,4 @@
-"""Times ways to move a tensor in alternating order, and derives memory and bus rates.
+"""Times different ways to move a tensor, in rotating order, and derives memory and bus rates.
 
 turn 1   way a, way b, way c          each turn starts with a different way, so a slowdown
 turn 2   way b, way c, way a          of the machine affects every way; the result is the
@@ -45,8 +45,8 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """Rates from transfers of one part (a copy or cast in place, pinned memory to a device); the
-    fastest transfer sets a rate. `paced_gbps`: rate of a paced bus, in gigabits per second."""
+    """Rates from one-part transfers (inside a memory, or over a bus without staging); the fastest
+    transfer sets each rate. `paced_gbps`: a paced bus's rate, in gigabits per second."""
     rates: dict[tuple[str, str], float] = {}
     for x in measured:
         part, *others = x.way.parts(x.numel)

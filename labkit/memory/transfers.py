@@ -1,4 +1,4 @@
-"""Predicts which way to transfer a tensor between memories is fastest.
+"""Predicts the fastest way to transfer a tensor between memories.
 
     fp32 here, fp16 there: 4 and 2 bytes per element; a cast reads and writes memory
 
@@ -8,8 +8,8 @@
 
     seconds = sum over parts of  the part's bytes / bytes per second of its memory or bus
 
-timing.py measures the rate of each memory and bus on `Transfer`s of one part; others are predicted.
-Casting before is best if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
+timing.py measures the rate of each memory and bus with one-part `Transfer`s; others are predicted.
+Casting before is faster if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
 
 Source: NVIDIA, CUDA C++ Best Practices Guide, "Pinned Memory"; CUDA Runtime API, "API
 synchronization behavior"; where torch casts: pytorch, aten/src/ATen/native/cuda/Copy.cu.

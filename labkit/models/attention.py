@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 
 class Dropout(nn.Dropout):
-    """nn.Dropout with a mask of one byte per element, as torch has on a GPU. On a CPU, torch
-    keeps the mask in the input's dtype, and a recorded layer would keep 10 % more bytes."""
+    """nn.Dropout with a mask of one byte per element, as torch uses on a GPU. On a CPU, torch
+    keeps the mask in the input's dtype: about 10 % more bytes per recorded 2-byte layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
@@ -31,7 +31,7 @@ class Dropout(nn.Dropout):
 
 
 class CausalAttention(nn.Module):
-    """One kernel. With dropout, a CPU computes attention unfused, in float32 for 2-byte types."""
+    """One fused kernel; with dropout on a CPU, unfused ops, in float32 for 2-byte types."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

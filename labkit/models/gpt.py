@@ -175,9 +175,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialize as GPT-2 does, and tie the head: matrices with std 0.02, those that add to x
-        with 0.02 / √(2 depth), so that x does not grow with depth; biases 0, norms 1. For a meta
-        model, call `model.to_empty(device=...)` first."""
+        """Initialize as GPT-2 does, and tie the head: matrices with std 0.02; `out` and `down`,
+        which add to x, with 0.02 / √(2 depth), so x does not grow with depth; biases 0, norms 1.
+        For a meta model, call `model.to_empty(device=...)` first."""
         if self.tied:  # here and not in __init__, since `to_empty` unties the weights
             self.head.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():  # a tied weight appears once
@@ -199,8 +199,8 @@ class GPT(nn.Module):
                          mlp    8 width² + 5 width
             norm, head   2 width, and vocab * width more if the head is not tied
 
-        A block without grouped queries has 12 width² + 13 width. Large models can be counted on the
-        meta device: `with torch.device("meta"): GPT(...).parameter_count`."""
+        A block without grouped queries has 12 width² + 13 width elements. Count large models on
+        the meta device: `with torch.device("meta"): GPT(...).parameter_count`."""
         return sum(weight.numel() for weight in self.parameters())
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

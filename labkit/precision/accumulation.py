@@ -8,7 +8,7 @@
     communication   with `comm`: 2(n-1)/n · 4 bytes per parameter and step, in one fp32 all-reduce
 
 bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding that gradient
-changes nothing. Of k equal gradients, all after the first 256 or 512 are lost; in fp32, after 2²⁴.
+changes nothing. Of k equal gradients, only the first 256 to 383 count; in fp32, at least 2²⁴.
 
 Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; growth of the error in a plain sum:
 Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
@@ -37,7 +37,7 @@ class Fp32Gradients(NotCopyable):
     >>> optimizer.zero_grad()
 
     Raises ValueError if no parameter is trainable or any is wider than fp32; in backward, if a
-    strategy synchronizes the gradients or `comm` lacks any of its ranks."""
+    strategy synchronizes the gradients, or `comm` lacks any of the strategy's ranks."""
 
     copy_advice = "create one for the copied model's parameters"
 

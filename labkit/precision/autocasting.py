@@ -4,9 +4,9 @@
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             input dtype          fp32
 
-A function mode casts each op's inputs by its device's policy (op_policy.py). Autograd
-reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
-copy lives until the region ends: 4 bytes per parameter, 4 per gradient, 2 per copy.
+A function mode casts each op's inputs as the device's policy (op_policy.py) says. Autograd reverses
+the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the copy
+lives until the region ends. An element takes 4 bytes in a weight, 4 in its gradient, 2 in the copy.
 The region also enables torch's own autocast, which casts the ops inside one call (einsum).
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
@@ -27,8 +27,8 @@ Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class autocast(ContextDecorator):
-    """Runs torch's ops in the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, by their
-    device's policy. `device_type`: "cpu" or "cuda" casts only tensors there, None on any device.
+    """Runs torch's ops inside the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, as
+    the device's policy says. `device_type`: cast only on "cpu" or on "cuda"; None: on both.
     `enabled=False`: run ops in their input dtypes, even inside an enabled region.
 
     A region is reusable, may decorate a function and may nest, even with torch.autocast: the
@@ -94,7 +94,7 @@ class _Casting(TorchFunctionMode):
         match POLICIES[floats[0].device.type].of(op := _name(func)):
             case "low":
                 to = self.dtype
-            case "fp32":  # softmax(x, dtype=...) then casts to its own dtype
+            case "fp32":  # softmax(x, dtype=...) then casts to that dtype
                 to = torch.float32
             case "promote":
                 to = torch.float32 if any(x.dtype == torch.float32 for x in floats) else self.dtype
@@ -123,7 +123,7 @@ class _Casting(TorchFunctionMode):
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
         if x.dtype == to or not is_weight or to == torch.float32:
             return x.to(to)
-        # A copy made under no_grad, or before a write to the weight, is not reused.
+        # A copy is reused only in the same grad mode, and until a write to the weight.
         key = (id(x), torch.is_grad_enabled(), to)
         _, version, copy = self.casts.get(key, (x, None, x))
         if version != x._version:
@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError if autocast does not support `dtype`, or the device has no such matmul."""
+    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmuls."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from math import inf, isfinite
 from typing import Any
 
-MAX_SKIPS = 20  # in a row, with the scale below 1: 17 back-offs from 65536
+MAX_SKIPS = 20  # in a row, with the scale below 1 (65536 halved 17 times)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class DynamicScale:
             self.scale = grown if isfinite(grown) else self.scale
 
     def check_can_recover(self) -> None:
-        """Raise ValueError if lowering the scale again and again has not stopped the overflow."""
+        """Raise ValueError if repeated back-offs have not stopped the overflow."""
         if self.skipped_in_a_row >= MAX_SKIPS and self.scale < 1:
             raise ValueError(
                 f"GradScaler: {self.skipped_in_a_row} steps in a row were skipped, and the scale "
@@ -77,7 +77,7 @@ class DynamicScale:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for an invalid state, leaving this one unchanged."""
+        """Raises ValueError for an invalid state, leaving the current state unchanged."""
         known = [f.name for f in fields(self)]
         if not isinstance(state, dict) or set(state) != set(known):
             names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"

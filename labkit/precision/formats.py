@@ -44,7 +44,7 @@ class Fields(NamedTuple):
 class Format:
     """A binary floating-point format: one sign bit, then exponent, then fraction.
 
-    infinities    the top exponent means infinity or NaN; else only the all-ones pattern is NaN
+    infinities    the top exponent means infinity or NaN; if False, only the all-ones pattern is NaN
     leading_bit   the bit before the point is stored, as in x87
     """
 
@@ -114,7 +114,7 @@ class Format:
     # ---- bits to number
 
     def fields(self, bits: int) -> Fields:
-        """Split a bit pattern into fields. Raises ValueError if it is too wide for the format."""
+        """Split a bit pattern into fields. Raises ValueError if the pattern is too wide."""
         if not 0 <= bits < 2**self.width_bits:
             raise ValueError(
                 f"{bits:#x} is not a bit pattern of {self.name}, which has {self.width_bits} bits: "
@@ -137,7 +137,7 @@ class Format:
         if leading:
             return "normal"
         if exponent:
-            return "nan"  # x87 only: a nonzero exponent without leading bit is an invalid operand
+            return "nan"  # x87 only: a nonzero exponent with leading bit 0 is an invalid operand
         return "subnormal" if fraction else "zero"
 
     def decode(self, bits: int) -> Exact:
@@ -174,7 +174,7 @@ class Format:
     def _saturates(self, saturate: bool | None) -> bool:
         return not self.infinities if saturate is None else saturate
 
-    # ---- rank: the bit pattern of a number from 0 up, without sign and leading bit
+    # ---- rank: the bit pattern of a nonnegative number, without sign and leading bit
 
     @property
     def _largest_rank(self) -> int:
@@ -250,7 +250,7 @@ def rounded(x: torch.Tensor, format: Format | str, saturate: bool | None = None)
         1.3 / 0.25 = 5.2  ->  5 steps  ->  1.25
 
     A format needs no torch dtype (tf32 has none). fp64 and wider formats change nothing. Raises
-    ValueError if `x` is not floating-point, or the format has fp64's range, but less precision."""
+    ValueError if `x` is not floating-point, or the format has fp64's range but less precision."""
     chosen = format_of(format)
     if not x.is_floating_point():
         raise ValueError(f"rounded({x.dtype}): expected floating-point elements; use x.float()")

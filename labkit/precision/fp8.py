@@ -11,9 +11,9 @@
     e4m3   4 exponent and 3 mantissa bits: up to 448, rounding error up to 1/16 of the value
     e5m2   5 and 2 bits: up to 57344, error up to 1/8; gradients need range more than precision
 
-Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋; amax: its largest magnitude. *Delayed* scaling
-uses the largest amax of recent calls, so the cast need not wait for this tensor's; larger values
-saturate, and recompute is not supported. Backward keeps x and w, 1 byte per element.
+Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋ with amax, its largest magnitude, and max, the
+dtype's. *Delayed* scaling uses the largest amax of recent calls, so the cast need not wait for the
+new amax; larger values saturate, and recompute is unsupported. Backward keeps x and w in 8 bits.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -36,7 +36,7 @@ TILE = 16  # torch._scaled_mm needs sizes that are multiples of 16
 
 
 class Fp8Cast(nn.Module):
-    """Casts tensors of one role to 8 bits by their own amax or that of `history` earlier calls."""
+    """Casts tensors of one role to 8 bits, scaled by their amax or by `history` earlier amaxes."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Fp8Cast(nn.Module):
 
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, dtype: torch.dtype, simulate: bool) -> Tensor:
-    """a [m, k], b [k, n] in 8 bits -> a b / scale [m, n] in `dtype`; `simulate`: in fp32."""
+    """8-bit a [m, k], b [k, n] -> a b / scale [m, n] in `dtype`; `simulate`: multiply in fp32."""
     if simulate:
         return (a.float() @ b.float() / scale).to(dtype)
     m, n = a.shape[0], b.shape[1]
@@ -116,8 +116,8 @@ class _Fp8Matmul(torch.autograd.Function):
 class Fp8Linear(nn.Module):
     """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
     enclosing autocast region. Weight and bias are the Linear's own parameters. Tensors are scaled
-    by their own amax, or by the largest of the `history` previous calls. `simulate`: round to 8
-    bits and multiply in fp32; None: unless the device is a GPU.
+    by their own amax, or by the largest amax of `history` previous calls. `simulate`: round to 8
+    bits and multiply in fp32; None: simulate unless the device is a GPU.
 
     Raises ValueError if the GPU has no 8-bit matmuls (they need capability 8.9), unless `simulate`;
     in backward, if recompute reruns a forward that uses `history`."""
@@ -176,7 +176,7 @@ def use_fp8(
     """Replace each nn.Linear of `model` whose name matches the pattern `only` with an Fp8Linear;
     return the names. It is common to exclude the first and last layers. Parameters stay the same
     objects; shared layers stay shared. Raises ValueError if no name matches or a layer has hooks:
-    apply strategies later.
+    apply strategies afterward.
 
     >>> use_fp8(model, only="blocks.*")
     """

@@ -3,7 +3,7 @@
     x           0.02  -0.50   0.13   0.31  |  7.00  -1.20   3.30   0.04      fp32, 4 bytes each
     absmax      0.50                       |  7.00                           fp32, one per block
     q              5   -127     33     79  |   127    -22     60      1      int8
-    q · absmax / 127
+    decoded     0.020 -0.500  0.130  0.311 |  7.00  -1.21   3.31   0.055     q · absmax / 127
 
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)

@@ -35,9 +35,9 @@ CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at once
 
 
 class MasterWeights(ShadowOptimizer):
-    """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on wider ones
-    directly; `params`: parameters, parameter groups or named parameters. A write to the model
-    updates the masters unless it bypasses autograd (`p.data`): write under `torch.no_grad()`.
+    """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on wider
+    params directly; `params`: parameters, parameter groups or named parameters. Writes to the model
+    update the masters unless they bypass autograd (`p.data`): write under `torch.no_grad()`.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -50,7 +50,7 @@ class MasterWeights(ShadowOptimizer):
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
 
-    def __getstate__(self) -> dict[str, Any]:  # torch's keeps only groups and state
+    def __getstate__(self) -> dict[str, Any]:  # torch's method keeps only groups and state
         own = ("inner", "_master", "_low", "_versions")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
@@ -98,7 +98,7 @@ class MasterWeights(ShadowOptimizer):
                     )
 
     def owned(self, model: nn.Module) -> list[OwnedPiece]:
-        """All parameters of `model`, unsharded; their masters where they exist."""
+        """All parameters of `model`, unsharded, each replaced by its master, if any."""
         return [
             OwnedPiece(name, p.shape, 0, self._master[p], self.inner)
             if p in self._master

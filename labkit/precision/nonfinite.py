@@ -3,7 +3,7 @@
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads, in backward to all gradients: only its first occurrence in forward order matters.
+NaN spreads (in backward, to all gradients), so only its first occurrence in forward order matters.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from labkit.precision.autocasting import tensors_in
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Describe where `model(*args, **kwargs)` first meets NaN or inf; None if nowhere.
+    """Describe where `model(*args, **kwargs)` first meets NaN or inf; return None if all is finite.
 
     Checks arguments, parameters and buffers, then each module's inputs and outputs in one forward
     without gradients; restores buffers and random state. Call it inside training's autocast region

@@ -1,11 +1,11 @@
-"""Autocast's op policy: three lists of ops for each kind of device.
+"""Autocast's op policy: lists of ops per device type.
 
     low       matmuls: nearly all FLOPs, which GPUs run on tensor cores in 16 bits
     fp32      ops that leave fp16's range (exp, pow, sums, norms), or lose accuracy (losses)
     promote   inputs of mixed dtypes are cast to the widest
     others    run in their input dtypes: gelu, dropout, reshape, indexing
 
-The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). They differ:
+The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Devices differ:
 
     op                                    cpu             cuda
     softmax, log_softmax                  input dtype     fp32

@@ -1,4 +1,4 @@
-"""Loss scaling: keeps small fp16 gradients from underflow; all ranks step or skip together.
+"""Loss scaling: keeps small fp16 gradients from underflowing; all ranks step or skip together.
 
 fp16's smallest positive number is 2^-24, and many gradients are smaller. So the loss is scaled:
 
@@ -11,8 +11,8 @@ fp16's smallest positive number is 2^-24, and many gradients are smaller. So the
         rank 1   a gradient is inf  inf   >  max = inf: all ranks skip
         rank 2   has no gradient      0  /
 
-This costs a max all-reduce of 4 bytes per step: in ZeRO, tensor or pipeline parallelism, a rank
-sees only its own gradients, so on its own it would skip steps that other ranks take.
+The max is an all-reduce of 4 bytes per step. Without it, a rank in ZeRO, tensor or pipeline
+parallelism, which sees only its own gradients, would skip steps that other ranks take.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, sections 3.2 and 4;
 growth and back-off, state and methods: torch.amp.GradScaler.
@@ -66,12 +66,12 @@ class GradScaler:
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        comm: the ranks that step together, such as an axis of the mesh; by default all ranks.
+        comm: the ranks that step together, such as the ranks of a mesh axis; by default all ranks.
         skip_bad_losses: silently skip if the loss was inf or NaN before scaling, as torch does.
             Otherwise `step` raises: a smaller scale cannot help.
 
-    Supports torch's optimizers on fp32 weights (also ZeRO3's shards), MasterWeights, ZeroOptimizer.
-    All ranks of `comm` must call `unscale_`, `step`, `update`; a rank without a loss calls
+    Supports torch's optimizers on fp32 weights (or ZeRO3 shards), MasterWeights and ZeroOptimizer.
+    All ranks of `comm` must call `unscale_`, `step` and `update`; a rank without a loss calls
     `scale(torch.zeros(()))`, as `pipeline.step(x, y, scaler=scaler)` does."""
 
     def __init__(
@@ -142,7 +142,7 @@ class GradScaler:
         self._pending.append(PendingStep(trained, {*parameters}, value, still_scaled(trained)))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step if the gradients of all ranks are finite, after unscaling them if necessary; returns
+        """Unscale the gradients if necessary, and step if all ranks' gradients are finite. Returns
         the result of `optimizer.step`, or None if the step is skipped. Raises ValueError on a
         second step before `update`; if gradients are missing, or 16-bit gradients changed while
         scaled; if ranks differ in scale; and, after skipping, if the loss itself was inf or NaN."""
@@ -176,9 +176,9 @@ class GradScaler:
         return None
 
     def update(self, new_scale: float | None = None) -> None:
-        """End the step: update the scale, or set it to `new_scale`. Optimizers without gradients
-        on any rank are ignored if another has gradients; a step unscaled but not taken is dropped.
-        Raises ValueError without a step, or if 20 skips in a row took the scale below 1."""
+        """End the step: update the scale, or set it to `new_scale`. An optimizer without
+        gradients on any rank is ignored if others have some; an unscaled step not taken is dropped.
+        Raises ValueError without a step, or if the scale is below 1 after 20 skips in a row."""
         if not self._enabled:
             return
         steps, self._pending, self._losses = self._pending, [], []
@@ -252,7 +252,7 @@ class GradScaler:
         return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load labkit's or torch's state, on all ranks. Raises ValueError if it is invalid."""
+        """Load labkit's or torch's state; call on all ranks. Raises ValueError if it is invalid."""
         if self._enabled:
             self._scale.load_state_dict(state_dict)
 

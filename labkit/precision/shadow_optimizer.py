@@ -21,7 +21,7 @@ def fp32_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Convert a 16-bit gradient to a new fp32 tensor, times `factor`; return others unchanged."""
+    """Return a 16-bit gradient as a new fp32 tensor, times `factor`; other gradients unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -40,7 +40,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
     defaults: dict[str, Any]
     _depends_on = "model"  # for errors: what a loaded state must match
 
-    # Applied in fp32 to 16-bit gradients in the next step; set by a loss scaler and clipping.
+    # Multiplies 16-bit gradients, in fp32, in the next step; set by a loss scaler and by clipping.
     gradient_factor: float | torch.Tensor | None = None
 
     def own_gradients(self) -> list[torch.Tensor]:
@@ -95,7 +95,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, to load on the same rank, with the same rank count and model."""
-        self._hand_down_options()  # a scheduler may have changed them
+        self._hand_down_options()  # a scheduler may have changed options
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._position()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

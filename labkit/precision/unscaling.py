@@ -7,7 +7,7 @@
                                         to fp32
 
 Division in place would lose fp16 gradients that the scale has saved from underflow. So
-MasterWeights and ZeroOptimizer multiply their fp32 copies by `gradient_factor`.
+MasterWeights and ZeroOptimizer multiply fp32 copies of the gradients by `gradient_factor`.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 
 
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
-    """This rank's gradients; only the values of sparse gradients."""
+    """This rank's gradients; of a sparse gradient, its values."""
     if isinstance(trained, ShadowOptimizer):
         gradients = trained.own_gradients()
     else:
@@ -40,7 +40,7 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid a GPU sync: 1 if any
-    is inf or NaN, else 0; None without gradients. Raises ValueError for an fp16 optimizer."""
+    is inf or NaN, else 0; None without gradients. Raises ValueError for fp16 division in place."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]
@@ -81,7 +81,7 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 
 
 def check_owner(trained: Trained, comm: Comm | None) -> None:
-    """Raise ValueError if an optimizer holds the gradients, or `comm` lacks any of their ranks."""
+    """Raise ValueError if an optimizer holds a model's gradients, or `comm` omits some ranks."""
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)

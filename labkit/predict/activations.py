@@ -24,7 +24,7 @@ and features; the other 10 of the 34 are replicated, unless sharded along the se
     one rank                             34 + 5as/w
     tensor parallel                      10 + 24/t + 5as/(wt)
     and sequence parallel                34/t + 5as/(wt)       inputs are kept as shards, too
-    selective recomputation              without the as/w term
+    selective recomputation              no as/w term
     full recomputation                   2, or 2/t if the input is sharded along the sequence
 
 Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv
@@ -135,9 +135,9 @@ def flash_activation_bytes(sequence: int, rows: int, width: int, heads: int) -> 
 def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
-    """Peak activation bytes of a pipeline's first stage, for p or more micro-batches, without
+    """Peak activation bytes of a pipeline's first stage, for p or more micro-batches, excluding
     embedding and head. `layer_bytes`: of one layer and micro-batch; `depth`: the model's layers.
-    1F1B keeps p micro-batches in flight on depth/p layers, so as much as `depth` layers keep.
+    1F1B keeps p micro-batches in flight on depth/p layers: as much as `depth` layers keep.
     Interleaving with v > 1 chunks per stage keeps (1 + (p-1)/(pv)) times as much; the factor does
     not hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
@@ -162,7 +162,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bill:
-    """The bytes that one layer keeps, term by term; a table in a notebook."""
+    """The bytes that one layer keeps, term by term; displays as a table in a notebook."""
 
     lines: list[Line]
 
@@ -202,8 +202,8 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """The bytes that a labkit.GPT block kept, next to the formula's terms; then norm statistics and
-    "other".
+    """The bytes that a labkit.GPT block kept, next to the formula's terms; then lines for norm
+    statistics and "other".
 
     `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
     dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's

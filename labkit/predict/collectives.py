@@ -21,8 +21,8 @@ BUS_FACTORS = {
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Bus bandwidth divided by algorithm bandwidth: the bytes that each rank (the root, for
-    broadcast and reduce) must send, divided by S; but for "all_reduce_in_network", ranks send S
+    """Bus bandwidth divided by algorithm bandwidth: the bytes that each rank must send (broadcast:
+    the root; reduce: the root receives), divided by S; in "all_reduce_in_network", ranks send S
     (SHARP). Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:

@@ -36,8 +36,8 @@ def ring_attention_bytes(
     backward: bool = False,
 ) -> int:
     """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`:
-    these blocks again and n-1 of gradients, in fp32, or k's dtype if wider. Source: Liu et al.,
-    arXiv 2310.01889, section 3; in labkit, a rank does not send its own keys' gradients."""
+    these blocks again and n-1 blocks of gradients, in fp32, or k's dtype if wider. Source: Liu
+    et al., arXiv 2310.01889, section 3; in labkit, a rank does not send its own keys' gradients."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -66,8 +66,8 @@ def ulysses_bytes(
 
 
 def ring_step_scores(block: int, heads: int, rows: int, own: bool = False) -> float:
-    """Scores per rank and step with a zig-zag block of `block` tokens: half of all pairs, plus the
-    rest of the diagonal for its `own` block. Source: arXiv 2407.21783, section 3.3.2."""
+    """Scores per rank and step with a zig-zag block of `block` tokens: half of all pairs, plus half
+    the diagonal for the rank's `own` block. Source: arXiv 2407.21783, section 3.3.2."""
     check_counts(block=block, heads=heads, rows=rows)
     return rows * heads * (block * (block + 1) if own else block * block) / 2
 
@@ -87,7 +87,7 @@ def ring_exposed_s(
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of its link. Source:
+    previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of the link. Source:
     arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
@@ -120,7 +120,7 @@ def ring_hides_from(
 ) -> float:
     """The fewest tokens per block (s/n) for which the forward's `ring_exposed_s` is 0. (Two ranks
     need fewer: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
-    2310.01889, section 3 (L = F / B for 2-byte dtypes), with latency and a causal mask."""
+    2310.01889, section 3 (L = F / B for 2-byte dtypes), extended to latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)

@@ -12,10 +12,10 @@
     ZB-H2                (p-1)(F+I-2W)                 2p - 1
     PipeDream            (p-1)(F+B), once per run      min(p, m)
 
-ZB splits backward into I seconds for the input gradient, on which the previous stage waits, and W
-for the weight gradient. No W can fill the first stage's wait for its first I after all forwards it
-may hold: (p-1) I with p held, (p-1)(I-F) with 2p - 1. The functions return the larger of both
-bubbles. Assumptions: stages are equally fast, messages take no time.
+ZB splits backward into I seconds for the input gradient, for which the previous stage waits, and W
+for the weight gradient. After the forwards that it may hold, the first stage waits for its first I,
+and no W can fill this wait: (p-1) I if it holds p, (p-1)(I-F) if 2p - 1. The functions return the
+larger of the two bubbles. Assumptions: stages are equally fast, messages take no time.
 """
 
 from dataclasses import dataclass

@@ -32,9 +32,9 @@ def model_state_bytes(
 ) -> float:
     """Bytes of model states on one rank, for `parameters` of the model or of this rank's part,
     sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, at `per_parameter`
-    bytes each. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor),
-    unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5, Figure
-    1, Table 1. Raises ValueError for any other stage.
+    bytes each. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor)
+    and unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5,
+    Figure 1, Table 1. Raises ValueError for any other stage.
 
     >>> model_state_bytes(7.5e9, dp=64, stage=1) / 1e9
     31.40625

@@ -1,6 +1,6 @@
 """The time of one data-parallel step, and how well it uses the machine.
 
-DDP sends each of k equal buckets once full, after the previous one. With forward F, backward B and
+DDP sends k equal buckets one after another, each once it is full. With forward F, backward B and
 communication C, a step takes F + max(B + C/k, B/k + C): F + B + C if k = 1, at best F + max(B, C).
 
     backward   [ fill 0 ][ fill 1 ][ fill 2 ]                     each B/k
@@ -29,7 +29,7 @@ def ddp_step_s(
     buckets: int = 1,
     optimizer_s: float = 0.0,
 ) -> float:
-    """Seconds of a DDP step that sends `buckets` of equal bytes and fill times during backward (in
+    """Seconds of a DDP step that sends `buckets` with equal bytes and fill times in backward (in
     a real model the embedding's bucket is large and last: use a replay). `communication_s`: sum of
     all buckets, with latencies. Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3;
     a flow shop of two machines and equal jobs (Johnson, 1954)."""
@@ -48,7 +48,7 @@ def ddp_step_without_overlap_s(
 
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
-    """Model FLOPs utilization, 0 to 1: the model's FLOPs divided by those possible at peak.
+    """Model FLOPs utilization, 0 to 1: the model's FLOPs divided by the FLOPs possible at peak.
     `flops`: of one step on all ranks, `step_flops(...)` for the whole batch, without `recompute`
     or `flash` (with both: hardware utilization, as in the 52 % of arXiv 2104.04473).
     `peak_flops_per_s`: of one device, dense, for the dtype of the computation. Source: Chowdhery et

@@ -44,8 +44,8 @@ class Table:
 def table(**sources: Mapping[str, Number]) -> Table:
     """Compare the same quantities from several sources, such as formula, replay and measurement: a
     column per source, a row per quantity, and the ratio to the first source. Names end in the unit
-    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts must be
-    equal, floats equal up to rounding. Raises ValueError without numbers."""
+    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts match
+    if equal, floats if equal up to rounding. Raises ValueError without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(
@@ -74,7 +74,7 @@ def in_full(number: Number) -> str:
 
 
 def rounded(number: Number) -> str:
-    """As `in_full`, but with fractions rounded to four digits."""
+    """As `in_full`, but round fractions to four digits, or to integers from 10,000 on."""
     if isinstance(number, int) or number.is_integer():
         return in_full(number)
     return f"{number:,.0f}" if 1e4 <= abs(number) < float("inf") else f"{number:.4g}"

@@ -54,7 +54,7 @@ def bytes_by_axis(
 
     Args:
         rows, sequence: one replica's batch over all micro-batches: the global batch / dp.
-        chunks: per stage; blocks are split over pp * chunks, and the first get the remainder.
+        chunks: per stage; blocks are split into pp * chunks, the remainder over the first chunks.
         zero: 0 for DDP, or the ZeRO stage over dp.
         recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
@@ -103,7 +103,7 @@ def bytes_by_axis(
             elements = 6 * width * own_blocks + first * context * width + last * 2 * width
             tensor += 2 * microbatches * elements * element_bytes
 
-        # Matrices and their columns' biases are sharded; norms, biases of `out` and `down` are not.
+        # Matrices and column-sharded biases are sharded; norms, biases of `out` and `down` are not.
         matrices = 10 * width**2 + 2 * width * keys
         own = [table, context * width] if first else []
         own += [(matrices + 5 * width + 2 * keys) // tp + 6 * width] * own_blocks

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a transformer, as labkit.GPT computes it.
+"""Parameters and FLOPs of a transformer, for labkit.GPT.
 
 A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s positions, width w:
 
@@ -6,8 +6,8 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. For each matmul, backward runs two, for the gradients of its input and
-matrix. Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full,
+and the head 2 b s w V once. For each matmul, backward runs two, for the gradients of both factors.
+Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full,
 as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """
 
@@ -23,8 +23,8 @@ def parameters(
     kv_heads: int | None = None,
     tied: bool = True,
 ) -> int:
-    """Exact parameter count of labkit.GPT, about 12 depth width² and the vocabulary. Source: arXiv
-    2104.04473, section 5.1 (equation 2), plus 2 width of the last norm.
+    """Exact parameter count of labkit.GPT, about 12 depth width² plus the vocabulary. Source: arXiv
+    2104.04473, section 5.1 (equation 2), plus 2 width for the last norm.
 
     >>> parameters(vocab=50257, width=12288, depth=96, heads=96, context=2048) / 1e9
     174.604259328

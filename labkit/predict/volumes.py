@@ -2,7 +2,7 @@
 
     data      one all-reduce of all gradients        2(n-1)/n P g               O(w² l)
     tensor    four all-reduces of x in each layer    8(t-1)/t b s w g l         O(b s w l)
-              sequence parallel, keeps shards       10(t-1)/t b s w g l
+              sequence parallel, inputs as shards   10(t-1)/t b s w g l
     pipeline  x and its gradient at each cut         2 (l/k - 1) b s w g        O(b s w l / k)
 
 Legend: w width, l layers, k layers per stage, b rows (all micro-batches of the step together), s
@@ -34,15 +34,15 @@ def tensor_parallel_bytes(
     sequence_parallel: bool = False,
     kept_whole: bool = False,
 ) -> float:
-    """Bytes that one rank sends in a step if `ranks` shard every layer, without embedding and head
-    (`vocab_parallel_bytes`). In units of (t-1)/t b s w elements per layer, half an all-reduce:
+    """Bytes that one rank sends in a step if `ranks` shard every layer; embedding and head add
+    `vocab_parallel_bytes`. In units of (t-1)/t b s w elements per layer, half an all-reduce:
 
         tensor parallel      8     two all-reduces of x in forward, two in backward
         sequence parallel   10     each split into reduce-scatter and all-gather; two inputs kept
                                    as shards, and gathered again in backward
                              8     with `kept_whole`: no inputs kept as shards
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor that
-                                   backward needs, saving the last collective if without dropout
+                                   backward needs, saving the last collective if dropout is 0
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; Narayanan et al.,
     arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""
@@ -65,7 +65,7 @@ def vocab_parallel_bytes(
 ) -> float:
     """Bytes that one rank sends in a step for embedding, head and loss with a vocabulary sharded
     over `ranks`: all-reduces of x, [rows, sequence, width], in forward after the embedding and in
-    backward before the head, and of three fp32 elements per token for the loss. With sequence
+    backward at the head's input, and of three fp32 elements per token for the loss. With sequence
     parallelism, the head gathers x again in backward. Source: arXiv 1909.08053, section 3."""
     check_counts(loss_element_bytes=loss_element_bytes)
     halves = 4 + sequence_parallel
@@ -77,8 +77,8 @@ def vocab_parallel_bytes(
 def gathered_logits_bytes(
     sequence: int, rows: int, vocab: int, ranks: int, element_bytes: int = 2
 ) -> float:
-    """Bytes that one rank sends to gather all logits on every rank instead: v elements per token
-    (padded to a multiple of the ranks) in place of three. Source: arXiv 1909.08053, section 3."""
+    """Bytes that one rank sends to gather all logits on every rank: v elements per token (padded to
+    a multiple of the ranks) instead of three. Source: arXiv 1909.08053, section 3."""
     check_counts(
         sequence=sequence, rows=rows, vocab=vocab, element_bytes=element_bytes, ranks=ranks
     )

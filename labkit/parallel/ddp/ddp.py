@@ -69,7 +69,7 @@ class DDP(GradReducer, Replica):
         bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
         overlap: send each bucket as soon as it is full; if False, at the end of backward.
         static_graph: every step uses the same parameters as the first step, on all ranks; unused
-            parameters are sent in that step only. A step that differs raises ValueError.
+            parameters are sent only in the first step. A step that differs raises ValueError.
         hook: function that reduces a bucket, e.g. `compressed(torch.bfloat16)`; see `comm_hooks`.
         find_unused_parameters: ignored, since unused parameters are always found (common/flat.py).
 

@@ -4,7 +4,7 @@
     buckets by registration    [ g3  g2 ][ g1  g0 ]      first bucket full only at the end
     buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Uneven inputs: a rank out of data joins. Before each buffer broadcast and each backward, an
+Uneven inputs: a rank with no data left joins. Before each buffer broadcast and each backward, an
 all-reduce of one element per rank announces each rank's phase (DONE if joined). While any rank is
 active, joined ranks take part in collectives as if all parameters were unused; sums do not change.
 

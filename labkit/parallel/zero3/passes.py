@@ -120,7 +120,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls `hook` with each output's gradient; raises ValueError if there is no tensor (or None)."""
+    """Calls `hook` with output gradients; raises ValueError if a non-None output has no tensor."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(

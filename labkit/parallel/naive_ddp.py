@@ -47,7 +47,7 @@ class NaiveDDP(Replica):
 
 
 def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
-    """The gradient of `p`, divided in place; filled with -0.0 if this rank did not use `p`."""
+    """The gradient of `p`, divided in place; a tensor of -0.0 if this rank did not use `p`."""
     if p.grad is None:
         return torch.full_like(p, -0.0)
     check_dense(p.grad)

@@ -1,11 +1,11 @@
-"""A paced pipeline stage, which sleeps for a given time instead of computing.
+"""A paced pipeline stage, which simulates long computations by sleeping.
 
 Four ranks computing on two cores slow each other down, so the measured bubble reflects the machine
 rather than the schedule. Sleeping ranks do not compete for cores. Outputs (y = x * weight) and
 gradients are real, so a schedule that loses a gradient is caught.
 
     forward   sleeps forward_s
-    backward  sleeps input_s, then weight_s; by default 2 forward_s in total
+    backward  sleeps input_s, then weight_s; default: 2 forward_s in total
     input     sleeps input_s; the schedule later runs the weight half, which sleeps weight_s
 """
 
@@ -25,8 +25,8 @@ class PacedStage(nn.Module):
     """x [rows, ..., width] -> x * weight, of the same shape, after the given delays.
 
         forward_s            per micro-batch, for any number of rows
-        backward_s           default: twice forward_s
-        input_s, weight_s    the halves of backward; default: backward_s / 2, or the remainder
+        backward_s           default: input_s + weight_s if both are given, else 2 forward_s
+        input_s, weight_s    halves of backward; default: equal, or the remainder if one is given
 
     Raises ValueError for negative times, and for halves that do not add up to backward_s."""
 
@@ -76,7 +76,7 @@ class PacedStage(nn.Module):
 
 
 class _Paced(torch.autograd.Function):
-    """y = x * weight; backward runs at once or, with `later`, in halves."""
+    """y = x * weight; with `later`, backward defers its weight half."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stage: PacedStage, later: Any) -> Tensor:

@@ -5,7 +5,7 @@
     backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
 
     each rank holds   1/t of every saved input: 2sbh/t bytes per block in 2-byte types
-    traffic           an all-gather of x per block in backward, (t-1)/t b s w elements, in
+    traffic           an all-gather of x per block in backward, (t-1)/t sbh elements, in
                       addition to the traffic of tensor parallelism with full recompute
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 6.1 and 8 (one all-gather per block).
@@ -55,7 +55,7 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     edited in place.
 
     Raises ValueError if no block is recomputed, if a recomputed block is not sharded over `comm`
-    (its inputs may then differ), or if activations are sharded along the sequence."""
+    (its inputs may then differ between ranks), or if activations are sharded along the sequence."""
     comm = Comm.of(comm)
     blocks: list[Any] = [
         m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)

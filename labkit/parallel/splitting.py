@@ -1,11 +1,11 @@
 """Splits a model into pipeline stages by layer count or by cost.
 
     GPT of 5 blocks, 3 stages     embed  0 1 │ 2 3 │ 4  norm head        by block count
-    with costs                    embed  0 1 2 │ 3 │ 4  norm head        the most expensive stage
-    (a large-vocabulary           ├── 3.2 ───┤  1   ├──── 3.9 ────┤      is as cheap as possible
+    with costs                    embed  0 1 │ 2 3 4 │ norm head         the most expensive stage
+    (a large-vocabulary           ├── 2.2 ───┤   3   ├─── 2.9 ──┤        is as cheap as possible
     head costs 2.9)
 
-A step of m micro-batches takes m times its slowest stage, so split by cost if layer costs differ:
+A step of m micro-batches takes at least m times the slowest stage's time, so balance the costs:
 `split(model, 4, measure_costs(model, x))`.
 
 Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
@@ -29,15 +29,15 @@ NAMES = ("embed", "blocks", "norm", "head")
 def split(
     model: nn.Module | Sequence[nn.Module], stages: int, costs: Sequence[float] | None = None
 ) -> list[nn.Module]:
-    """Split `model` into `stages` consecutive modules.
+    """Splits `model` into `stages` consecutive modules.
 
     Args:
-        model: with `embed`, `blocks`, `head` and optionally `norm`; nn.Sequential; or a layer list.
-        stages: the number of stages, ranks times chunks per rank.
+        model: nn.Sequential, a layer list, or a model with `embed`, `blocks`, `head` (and `norm`).
+        stages: the number of stages: ranks times model chunks per rank.
         costs: one cost per layer of `layers_of(model)`, in any unit. Default: equal layer counts,
             with the remainder in the first stages; for a GPT, only blocks count.
 
-    Raises ValueError for too many stages, a wrong number of costs, or an unsupported model."""
+    Raises ValueError for too few or too many stages, invalid costs, or an unsupported model."""
     layers = layers_of(model)
     if costs is not None:
         if len(costs) != len(layers):
@@ -101,14 +101,14 @@ def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
     """Seconds of forward and backward per layer of `layers_of(model)` on a micro-batch
-    x [rows, ...], the minimum over `repeats` runs. Restores gradients and buffers. Measure on one
-    rank and broadcast the costs, so that all ranks split identically."""
+    x [rows, ...], the minimum over `repeats` runs. Restores buffers; call `zero_grad()` first,
+    since existing gradients would change. Broadcast one rank's costs, so that all splits match."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
     try:
-        for _ in range(repeats):  # each repeat runs every layer: a stall spoils one repeat only
+        for _ in range(repeats):  # each repeat runs every layer: a stall affects one repeat only
             y = x
             for index, layer in enumerate(layers.values()):
                 inputs = y.detach()
@@ -154,7 +154,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 def _best(
     cost_sums: Sequence[float], stages: int, combine: Callable[[float, float], float], limit: float
 ) -> tuple[float, list[int]]:
-    """The lowest combined cost with no stage above `limit`, and its layer counts per stage."""
+    """Minimizes the combined cost with no stage above `limit`; returns (cost, layers per stage)."""
     layers = len(cost_sums) - 1
     least: list[tuple[float, list[int]]] = [(math.inf, [])] * (layers + 1)
     least[0] = (0.0, [])  # index: number of layers placed on the stages so far

@@ -1,6 +1,6 @@
 """Building blocks shared by the strategies.
 
-ownership.py          checks a wrapped module: equal on all ranks, one owner, unchanged
+ownership.py          checks a wrapped module: same parameters on all ranks, one owner, unchanged
 data_parallel.py      replicas; gradient buckets reduced while backward runs
 flat.py               tensors in one flat buffer, split into equal shares; gradient buffers
 elementwise.py        tests whether an optimizer can be sharded

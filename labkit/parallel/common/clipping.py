@@ -4,7 +4,7 @@
     g <- g * min(1, max_norm / ||g||)
 
 Under data parallelism every rank holds all averaged gradients and clips like a single process.
-Under ZeRO each rank holds a slice; sums of p-th powers add up, so one scalar is all-reduced.
+Under ZeRO each rank holds a slice; sums of p-th powers are additive, so one scalar is all-reduced.
 
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, norm 3 on both ranks
@@ -52,7 +52,7 @@ def clip_grad_norm(
 
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
     optimizer, not the model: the optimizer's step unscales and clips 16-bit gradients. Raises
-    ValueError if there are no parameters and, for sharded gradients, if `norm_type` is not
+    ValueError for an empty parameter list; for sharded gradients, also if `norm_type` is not
     positive or the parameters are not exactly the strategy's."""
     parameters = _parameters_of(trained)
     groups, pipeline = comms_of(parameters), pipeline_of(trained, parameters)
@@ -104,7 +104,7 @@ def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether the norm counts `piece` on this rank rather than on a different rank with a copy."""
+    """Whether the norm counts `piece` on this rank (False where a different rank counts a copy)."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)

@@ -8,7 +8,7 @@
     all_gather_sequence           all-gather              reduce-scatter
     reduce_scatter_sequence       reduce-scatter          all-gather
 
-Consecutive rows form a pair. f and g enclose the two sharded matmuls A and B of an MLP:
+Rows 1-2, 3-4 and 5-6 are pairs. f and g enclose the two sharded matmuls A and B of an MLP:
 
     x ── f ──▶ x A₁ ── gelu ──▶ · B₁ ── g ──▶ y          rank 0 of 2
     x ── f ──▶ x A₂ ── gelu ──▶ · B₂ ── g ──▶ y          rank 1
@@ -134,7 +134,7 @@ def sum_scattered(
 
 
 def own_part(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """This rank's equal slice of `x` along `dim`, in new memory."""
+    """This rank's slice of `x` along `dim` (equal sizes), in new memory."""
     return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 

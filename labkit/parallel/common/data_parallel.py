@@ -1,7 +1,7 @@
-"""Replicas and gradient buckets reduced while backward runs, for DDP, ZeRO-1 and ZeRO-2.
+"""Replicas, and gradient buckets reduced while backward runs (in DDP, ZeRO-1 and ZeRO-2).
 
-All ranks send buckets in the same order: a full bucket waits for earlier buckets; buckets that
-still lack a gradient are sent at the end of backward.
+All ranks send buckets in the same order: a full bucket waits for earlier buckets. At the end of
+backward, the remaining buckets are sent, even if some gradients are missing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,7 +42,7 @@ class NoSync:
 
     def accumulate(self, microbatches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yields a step's micro-batches; only the last backward communicates. Gradients add up, so
-        scale each loss, a sum over rows (tokens), by ranks / (rows per step on all ranks)."""
+        scale each loss, a sum over rows (or tokens), by ranks / (rows per step on all ranks)."""
         microbatches = list(microbatches)
         with self.no_sync():
             yield from microbatches[:-1]

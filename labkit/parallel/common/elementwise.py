@@ -16,7 +16,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Steps a small matrix whole and as two flat slices; raises ValueError if results differ."""
+    """Steps on a matrix, whole and as two flat slices; raises ValueError if results differ."""
     # In a separate thread, where no recording or fake-tensor mode is active.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()

@@ -93,7 +93,7 @@ class GradBuffer:
         first = self.parameters[0]
         self._begins = torch.tensor(begins, dtype=torch.long, device=first.device)
         self._zeros = torch.zeros(len(begins), dtype=first.dtype, device=first.device)
-        self.missing = set(self.parameters)  # gradients not yet computed in this backward
+        self.missing = set(self.parameters)  # no gradient yet in this backward
         self.unused: set[Tensor] = set()  # parameters unused by this rank in the last backward
 
     def use(self, flat: Tensor) -> None:
@@ -107,7 +107,7 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """Marks the gradient of `p` as ready; raises RuntimeError if marked twice in a backward."""
+        """Marks the gradient of `p` as ready; raises RuntimeError if `p` is marked already."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} was computed twice in one backward, as "

@@ -10,7 +10,7 @@ from labkit.holdings import Footprint
 
 
 def held(module: nn.Module, optimizer: torch.optim.Optimizer, bus_bytes: float = 0) -> Footprint:
-    """Bytes held on this rank, including a sharded optimizer's; shared storage counts once."""
+    """Bytes held on this rank by `module` and `optimizer`; shared storage counts once."""
     parameters = list(module.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     if hasattr(optimizer, "gradient_pieces"):

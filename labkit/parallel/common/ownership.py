@@ -1,4 +1,4 @@
-"""Checks that a wrapped module's parameters are equal on all ranks, owned once and unchanged;
+"""Checks that a wrapped module has one owner and the same, unchanged parameters on all ranks;
 registers callbacks for the end of backward."""
 
 import hashlib

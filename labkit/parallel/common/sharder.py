@@ -30,7 +30,7 @@ class DataParallel(Protocol):
 
 
 class OwnsPieces(Protocol):
-    """An optimizer (MasterWeights, ZeroOptimizer) or a wrapped model (ZeRO3)."""
+    """Holds pieces of parameters: an optimizer (MasterWeights, ZeroOptimizer) or a ZeRO3."""
 
     def owned(self, other: Any) -> list[OwnedPiece]:
         """This rank's pieces, in the module's parameter order. `other`: the model if `self` is an
@@ -45,7 +45,7 @@ class OwnsGradientPieces(Protocol):
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
         """Returns (this rank's averaged gradients, of any shape, writable in place; the comm over
-        which each element is in exactly one piece). `piece.piece_of` is the parameter."""
+        which the norm counts each element once). `piece.piece_of` is the parameter."""
 
 
 class TiedGradient(Protocol):
@@ -72,8 +72,8 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     def sends_once(self) -> bool: ...
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
-        """The gradient of a parameter tied across pipeline stages. Raises ValueError unless
-        every rank that owns a part of `p` holds the same elements."""
+        """The gradient of a parameter tied across pipeline stages. Raises ValueError if
+        the pipeline ranks that hold `p` may shard `p` differently."""
 
 
 @runtime_checkable
@@ -107,8 +107,8 @@ class LossScaler(Protocol):
 
 
 def implements(x: Any, protocol: type[Kind]) -> TypeGuard[Kind]:
-    """Whether `x` has every member of `protocol`, including attributes that a wrapper such as
-    `torch.compile`'s forwards (`isinstance` ignores these since Python 3.12)."""
+    """Whether `x` has every member of `protocol`, including attributes forwarded by a wrapper
+    such as `torch.compile`'s (`isinstance` ignores forwarded attributes since Python 3.12)."""
     hashable: Any = protocol  # for mypy
     return all(hasattr(x, name) for name in _members(hashable))
 

@@ -2,8 +2,8 @@
 
     whole [5, 3], rows split over 2 ranks    rank 0           rank 1
                                              | 0 1 2 |        | 9 a b |      rows 3:5, padded
-    Shard(comm, dim=0, 0, 3, whole=5)  ->    | 3 4 5 |        | c d e |      to 3 rows, as on
-    Shard(comm, dim=0, 3, 5, whole=5)  ->    | 6 7 8 |        | . . . |      rank 0
+    rank 0: Shard(comm, 0, 0, 3, whole=5)    | 3 4 5 |        | c d e |      to 3 rows, as on
+    rank 1: Shard(comm, 0, 3, 5, whole=5)    | 6 7 8 |        | . . . |      rank 0
 
 A parameter without a mark is replicated: equal on all tensor-parallel ranks.
 
@@ -106,7 +106,7 @@ class Shard(CopiedMark):
 
 def mark_shard(parameter: Tensor, shard: Shard) -> None:
     """Attaches `shard` to `parameter`, which may be padded along `shard.dim`. Raises ValueError if
-    the parameter lacks that dimension or is shorter than stop - start along it."""
+    the parameter lacks that dimension or has fewer than stop - start entries there."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "

@@ -8,8 +8,8 @@ hold the sum over the ranks. With `async_op`, the hook returns before the reduct
     compressed(torch.bfloat16)   |####|####|####|      fp32 in the bucket, 4 bytes per element
                                  |##|##|##|            bf16 as sent and summed, 2 bytes per element
 
-Gradients are divided *before* the cast, so that fp16 sums do not overflow. Values up to 3e-8 become
-0 in fp16: use a loss scaler.
+Gradients are divided *before* the cast, so that fp16 sums do not overflow. Magnitudes up to 3e-8
+become 0 in fp16: use a loss scaler.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, section 6.2.3 (gradient compression).
 """

@@ -9,7 +9,7 @@ order, and each bucket is sent as soon as it is full:
         each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
                                                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
-Only the last bucket's all-reduce is exposed. After backward, gradients *are* views of buckets.
+At best, only the last all-reduce is exposed. After backward, gradients *are* views of buckets.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
@@ -69,12 +69,12 @@ class DDP(GradReducer, Replica):
         bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
         overlap: send each bucket as soon as it is full; if False, at the end of backward.
         static_graph: every step uses the same parameters as the first step, on all ranks; unused
-            parameters are never sent. A step that differs raises ValueError.
-        hook: reduces a bucket, such as `compressed(torch.bfloat16)`; see `comm_hooks`.
+            parameters are sent only in the first step. A step that differs raises ValueError.
+        hook: function that reduces a bucket, e.g. `compressed(torch.bfloat16)`; see `comm_hooks`.
         find_unused_parameters: ignored, since unused parameters are always found (common/flat.py).
 
-    Raises ValueError, on every rank, if modules differ between ranks or one is already wrapped;
-    in forward, if parameters changed after wrapping.
+    Raises ValueError, on every rank, if modules differ between ranks; also if `module` is already
+    wrapped and, in forward, if parameters changed after wrapping.
     """
 
     def __init__(
@@ -170,8 +170,8 @@ class DDP(GradReducer, Replica):
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
         """Lets ranks run different numbers of steps in this block. All ranks end with the weights
-        of a rank that was active to the end; optimizer state differs, so create a new optimizer.
-        Divides gradients by the number of all ranks or, with `divide_by_active`, active ranks."""
+        of a rank that was active until the end; optimizer state differs, so create a new optimizer.
+        Divides gradients by the rank count or, with `divide_by_active`, the active rank count."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:

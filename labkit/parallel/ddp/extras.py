@@ -4,8 +4,8 @@
     buckets by registration    [ g3  g2 ][ g1  g0 ]      first bucket full only at the end
     buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Uneven inputs: a rank that runs out of data joins. Before each collective, an all-reduce of one
-element per rank announces the phase of active ranks and DONE for joined ranks. While any rank is
+Uneven inputs: a rank with no data left joins. Before each buffer broadcast and each backward, an
+all-reduce of one element per rank announces each rank's phase (DONE if joined). While any rank is
 active, joined ranks take part in collectives as if all parameters were unused; sums do not change.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
@@ -50,7 +50,7 @@ def agreed_used(
 
 
 class Phase(IntEnum):
-    """A rank's next phase, announced to the ranks that have run out of data."""
+    """A rank's next phase, announced to all ranks in `join()`."""
 
     DONE = 0
     FORWARD = 1  # broadcasts buffers

@@ -10,7 +10,7 @@ computed with weights that other workers have since updated.
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
-    staleness of an update = version of the updated weights - version that produced the gradient:
+    staleness of an update = version before the update - version that produced the gradient:
     0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
 
 With `max_staleness=s` (*stale synchronous parallel*), a worker waits while it is more than s steps
@@ -41,7 +41,7 @@ POLL_S = 0.0002
 
 @dataclass(frozen=True)
 class Update:
-    """A server step that applies the gradient of weight version `made_with` to `applied_to`."""
+    """A server step: a gradient of weight version `made_with`, applied to version `applied_to`."""
 
     worker: int
     made_with: int
@@ -66,15 +66,15 @@ class AsyncParameterServer(Replica):
         updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
 
     After `run`, all ranks hold the same weights and the list of all updates. The server steps once
-    per push: n steps for n workers, where a synchronous server steps once. Buffers are not shared.
+    per push, whereas a synchronous server steps once for all ranks. Buffers are not shared.
 
     Args:
         module: any module; all copies start with rank 0's weights.
         optimizer_cls: created on rank 0 with `defaults`.
         comm: at least 2 ranks; rank 0 serves, other ranks work. Default: all ranks.
-        max_staleness: maximum number of steps that a worker may lead the slowest; None: no limit.
-        order: the workers that send the first pushes, in order, for bitwise reproducible
-            runs; later pushes are handled on arrival.
+        max_staleness: maximum lead over the slowest worker, in steps; None: no limit.
+        order: the workers whose pushes are handled first, in this order, for bitwise
+            reproducible runs; later pushes are handled on arrival.
 
     Raises ValueError, on every rank, if the models differ between ranks or a parameter belongs to
     a different strategy; in `run`, if `order` names a worker that is waiting or done.

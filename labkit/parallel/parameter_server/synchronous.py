@@ -33,7 +33,7 @@ class ParameterServer(NaiveDDP):
         optimizer = model.pull_after(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
     The training loop does not change. After `backward()`, rank 0 has the mean gradients and workers
-    have none; `optimizer.step()` on a worker only receives weights. Clipping acts on rank 0.
+    have none; `optimizer.step()` on a worker only receives weights. Clipping affects only rank 0.
 
     Raises ValueError, on every rank, if the models differ between ranks, if a parameter belongs to
     a different strategy or changed after wrapping, and in backward without `pull_after`."""
@@ -55,7 +55,7 @@ class ParameterServer(NaiveDDP):
         return optimizer
 
     def _divide(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Divides a gradient before autograd accumulates it, so that several backwards add up."""
+        """Divides a gradient before autograd accumulates it: each gradient is divided once."""
         return gradient / self.comm.size
 
     def _average(self) -> None:
@@ -92,7 +92,7 @@ class ParameterServer(NaiveDDP):
 
     @staticmethod
     def predict(module: nn.Module, size: int) -> Footprint:
-        """Bytes held are means over ranks (only rank 0 holds gradients and optimizer state);
+        """Bytes held after backward are means over ranks (only rank 0 holds gradients and moments);
         `bus_bytes` counts the busiest link, the server's: 2(n-1) G."""
         grads = parameter_bytes(module, trainable_only=True)
         bus_bytes = 2 * (size - 1) * grads

@@ -69,7 +69,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return hook
 
     def restore_grad(self, p: Tensor) -> bool:
-        """Makes `p.grad` a tensor to which autograd can add; returns whether it is divided by n."""
+        """Restores `p.grad` for accumulation; returns whether `p.grad` is divided by n."""
         if p.grad is not None and p.grad is self.placeholders.get(p):
             p.grad = self.view[p]
         return p.grad is not None and p.grad is self.view.get(p)
@@ -111,7 +111,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         self._accumulating.clear()
 
     def _on_averages_received(self) -> None:
-        """Zeroes other ranks' shares, so that a second backward sends only new gradients."""
+        """Zeroes other ranks' shares, so that a second backward adds only new gradients."""
         assert self.flat is not None
         begin = self.comm.rank * self.partition.share
         self.flat[:begin].zero_()
@@ -212,7 +212,7 @@ class Stage2Bucket(ZeroBucket):
         return p in self.averaged_for
 
     def restore_grad(self, p: Tensor) -> bool:
-        """Keeps the averages, unless a `.grad` set by hand replaces them."""
+        """Keeps the averages of `p` unless the user has set `p.grad`."""
         placeholder = self.placeholders.pop(p, None)
         if placeholder is not None and p.grad is placeholder:
             p.grad = None

@@ -4,7 +4,7 @@ Parameters a, b and c (6, 2 and 3 elements) on rank 1 of 3:
 
     whole        a a a a a a b b c c c .    the parameters' memory, padded; equal on all ranks
     share                a a b b            rank 1's share, a view of whole
-    stepped              a a b b            the share itself, or the fp32 master of a bf16 share
+    stepped              a a b b            the share itself, or the fp32 master of a 16-bit share
     stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
@@ -167,8 +167,8 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 
 
 class ParamGatherer:
-    """Waits for a module's direct parameters before its forward. Also waits for the parameters of
-    submodules never called so far, whose weights the module may use directly (attention), and of
+    """Waits for the all-gather of a module's direct parameters before forward. Also waits for the
+    parameters of submodules not yet called, which the module may use directly (attention), and of
     modules in its attribute `siblings` (column-parallel layers computed in the same call)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
@@ -187,7 +187,7 @@ class ParamGatherer:
 
     def _before(self, module: nn.Module, *_: Any) -> None:
         if module not in self._below:
-            return  # a copied model: its hooks run, but its parameters are never gathered
+            return  # a copied model: its hooks run, but its parameters are in no bucket
         self._called.add(module)
         uncalled = [part for part in self._below[module] if part not in self._called]
         for part in (module, *getattr(module, "siblings", ()), *uncalled):

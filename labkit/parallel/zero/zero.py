@@ -11,7 +11,7 @@ the averages of one share and can step on it, so ZeRO gathers parameters instead
         rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
 
-    each rank sends   (n-1)/n (G + P) per step, the same as DDP: G bytes of gradients, then P bytes
+    each rank sends   (n-1)/n (G + W) per step, the same as DDP: G bytes of gradients, then W bytes
                       of parameters; each bucket is padded to n equal shares
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
@@ -54,8 +54,8 @@ class ZeroOptimizer(OwnedShares):
     After backward each rank holds the averages of its share, in stage 2 until `zero_grad` or the
     first backward after `step`. Computing with `.grad` raises ValueError, so call this optimizer's
     `clip_grad_norm_`, not torch's. If all ranks set a `.grad` by hand, the next `step` averages
-    these gradients. Scale losses with labkit.GradScaler; torch's scaler raises. fp32 masters follow
-    the model's `load_state_dict`, but `step` undoes writes that bypass autograd (`p.data`).
+    these gradients. Scale losses with labkit.GradScaler; torch's scaler raises. For 16-bit models,
+    fp32 masters follow `load_state_dict`, but `step` undoes writes that bypass autograd (`p.data`).
     """
 
     copy_advice = "create one for the copied model's parameters and load this one's state_dict()"

@@ -1,4 +1,4 @@
-"""Flat buffers of a ZeRO-3 unit, one set per kind of parameter (dtype, frozen or trainable).
+"""Flat buffers of a ZeRO-3 unit, one set per kind of parameter (dtype, device, frozen, kept whole).
 
                     | a a a a a a | b b | c c c c c c c | pad |      a FlatPartition
     share           |     rank 0     |  rank 1  ...                  always: master dtype, 1/n
@@ -47,7 +47,7 @@ def compute_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.
 
 
 def master_dtype_of(parameter: Tensor, requested: torch.dtype | None) -> torch.dtype:
-    """The dtype of the optimizer's copy: float32 if the model computes in 16 bits."""
+    """The dtype of the optimizer's copy: float32 if `requested` is a 16-bit dtype."""
     in_half = requested in HALF and parameter.is_floating_point()
     return torch.float32 if in_half else parameter.dtype
 
@@ -79,7 +79,7 @@ class Flat:
     gathered    the model's parameters in their original shapes, views of `full`
     ungathered  placeholders in the modules during a pass, while `full` is freed
 
-    With `keep_whole` (few elements), a share is the whole buffer; gradients are all-reduced."""
+    With `keep_whole` (small parameters), a share is the whole buffer; gradients are all-reduced."""
 
     def __init__(
         self, group: list[tuple[nn.Parameter, list[Place]]], comm: Comm, keep_whole: bool,

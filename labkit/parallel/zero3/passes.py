@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from labkit.parallel.zero3.flat import Flat
 from labkit.parallel.zero3.units import Unit
 
-REDUCES_IN_FLIGHT = 2  # each reduction holds the gradients of a whole unit
+REDUCES_IN_FLIGHT = 2  # each reduction holds up to a whole unit's gradients
 
 
 class Order:
@@ -120,7 +120,7 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 
 
 def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
-    """Calls `hook` with the gradient of each output; raises ValueError if there is no tensor."""
+    """Calls `hook` with output gradients; raises ValueError if a non-None output has no tensor."""
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(

@@ -4,8 +4,8 @@
         model = GPT(...)             # unmodified code, including initialization
     model = ZeRO3(model, comm)
 
-Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. One parameter at
-a time is *open* (gathered): the newest or the most recently used.
+Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. A parameter is
+*open* (gathered) only while it is the newest or was used by the last operation.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, filled         [0   ] closed       bias is open
@@ -40,8 +40,8 @@ OVERWRITES = {  # the first argument is overwritten in full, so it is not gather
 
 @contextmanager
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
-    """Shards the parameters that modules register in this block over the ranks of `comm` (default:
-    all), which must run the same block; buffers, lazy and meta parameters are not sharded. With the
+    """Shards, over the ranks of `comm` (default: all), the parameters that modules register in this
+    block, which all ranks must run; buffers, lazy and meta parameters are not sharded. With the
     same seed, weights are bitwise those of one process. Views such as `weight[0]` are writable
     until a different parameter is created or used."""
     construction = Construction(Comm.of(comm))
@@ -82,7 +82,7 @@ class _CloseBeforeFactory(TorchDispatchMode):
 
 
 class Elements:
-    """This rank's share of a parameter and its detached aliases; `full` is set only while open."""
+    """This rank's share of a parameter, common to its aliases; `full` is set only while open."""
 
     def __init__(self, what: str, full: Tensor, construction: "Construction"):
         self.what, self.construction = what, construction
@@ -119,11 +119,11 @@ class Construction:
 
     def __init__(self, comm: Comm):
         self.comm, self.is_done = comm, False
-        # Not weak: ranks must close the same parameters but collect garbage at different times.
+        # Not weakrefs: ranks must close the same parameters but collect garbage at different times.
         self._open: list[Elements] = []
 
     def shard(self, what: str, parameter: nn.Parameter) -> "ShardedParameter":
-        """Swaps the sharded parameter into `parameter`, which the module may still write to."""
+        """Swaps the sharded parameter into `parameter`, to which the module may still write."""
         sharded = ShardedParameter(self.new(what, parameter.detach()), parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)
         try:

@@ -28,7 +28,7 @@ class WholeState:
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's shards, under the parameters' names in the module."""
+        """This rank's nonempty shards, under the parameters' names in the module."""
         for name, shard in self._named:
             if shard.numel():
                 yield (f"{prefix}.{name}" if prefix else name), shard
@@ -89,8 +89,8 @@ class WholeState:
         return pieces, self.comm
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The module's unsharded state in master dtype on the CPU; with `rank0_only`, {} on other
-        ranks. Gathers one parameter at a time. Collective."""
+        """The module's unsharded state in master dtype on the CPU; with `rank0_only`, {} on all
+        ranks but 0. Gathers one parameter at a time. Collective."""
         self._clean_up()
         keep = self.comm.rank == 0 or not rank0_only
         state: dict[str, Any] = {}

@@ -1,11 +1,11 @@
 """Units: groups of parameters that ZeRO-3 gathers together, and the predicted cost.
 
-    GPT     embed.tokens, head                 one unit, since both share a weight
+    GPT     embed.tokens, head                 one unit, since they share a weight
             embed.positions; norm              one unit per module
             blocks                             a list: one unit per entry
 
 A unit gathers the parameters of its modules and submodules before their forward. Parameters outside
-blocks form one unit per owning module.
+lists form one unit per owning module.
 """
 
 from collections.abc import Callable, Iterator
@@ -125,7 +125,7 @@ def group_parameters(root: nn.Module, choice: UnitPolicy | None) -> list[Group]:
     groups: dict[frozenset[int], Group] = {}
     for placed in places.values():
         members = list(dict.fromkeys(place.unit for place in placed[1]))
-        if len(members) > 1:  # tied across units: gathered with every owning layer
+        if len(members) > 1:  # tied across units: gathered for each owning layer
             members = list(dict.fromkeys(place.owner for place in placed[1]))
         groups.setdefault(frozenset(map(id, members)), (members, []))[1].append(placed)
     return list(groups.values())
@@ -169,7 +169,7 @@ def units_of(
     root: nn.Module, comm: Comm, choice: UnitPolicy | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
-    """Shards a module unit by unit, freeing whole parameters before the next unit."""
+    """Shards a module unit by unit; frees a unit's whole parameters before the next unit."""
     groups, units = group_parameters(root, choice), []
     while groups:  # drop references, so that parameters are freed once sharded
         members, parameters = groups.pop(0)
@@ -229,7 +229,7 @@ def predict(
     module: nn.Module, size: int, units: UnitPolicy | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """Mean bytes per rank: 1/n of all state held; units gathered twice, gradients reduced once."""
+    """Mean bytes per rank: 1/n of sharded state; two gathers, one gradient reduction per unit."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes, summed over ranks
     groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
     for keep_whole, kind in (kind for kinds in groups for kind in kinds):

@@ -7,7 +7,7 @@ gathered only while the layer computes.
                       (c bytes per element), one reduce-scatter of gradients (g bytes per element,
                       same dtype). P includes the padding per unit to n equal shares.
 
-The module is split into units, such as the blocks of a list. On every rank, with prefetch=1:
+The module is split into units, such as the entries of a list. On every rank, with prefetch=1:
 
     compute    |  unit 0  |  unit 1  |  unit 2  | bwd 2 (last gradient) | bwd 1 | ...
     gather     0 |   1    |    2     |          | 2 |      1            |   0
@@ -55,7 +55,7 @@ class ZeRO3(WholeState, nn.Module):
             the outermost lists, and each remaining module with parameters.
         persist_below: parameters with fewer elements stay whole; their gradients are all-reduced.
         prefetch: the number of units to gather ahead; 0: gather on demand.
-        compute_dtype: dtype of gathered parameters and reduced gradients; float32 shards if 16-bit.
+        compute_dtype: dtype of gathered parameters and sent gradients; if 16-bit, shards are fp32.
 
     `parameters()` yields this rank's flat shards; names are unchanged. After wrapping, create the
     optimizer from these shards; updates must be elementwise. Group parameters by name, since shards
@@ -190,7 +190,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.end_pass()
 
     def _clean_up(self) -> None:
-        self._free_all()  # units may be left from an interrupted pass
+        self._free_all()  # an interrupted pass may leave units gathered
         for unit in self.units:
             unit.inputs = 0
         if self._pending:

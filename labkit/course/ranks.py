@@ -87,7 +87,7 @@ def _limited(size: int) -> Iterator[World]:
     except RankInterrupt:
         raise
     except RankError as error:
-        if "the server that ranks are forked from" in str(error):  # shared by all worlds
+        if "the server that forks the ranks" in str(error):  # shared by all worlds
             close_worlds()
         raise check_failure(error) from None
     finally:

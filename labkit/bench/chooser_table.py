@@ -64,7 +64,7 @@ def user_table() -> Path:
 
 
 def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The algorithm to use from each size on, among those available to the chooser (no default)."""
+    """The algorithm to use from each size on, among those that the chooser may select."""
     times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:
@@ -92,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """The algorithm for any call with the least mean time relative to the fastest at each size."""
+    """Among algorithms that support every call, the fastest by mean ratio to each size's best."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

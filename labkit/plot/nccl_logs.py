@@ -34,7 +34,7 @@ def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
     """Rings (circles with arrows) and trees, with connections colored by transport. Channels with
-    equal graphs share a picture; ranks on a host share a tint.
+    equal graphs share a picture (at most 4 rings and 4 trees); ranks on a host share a tint.
 
     Args:
         log: from `read_nccl_log`.

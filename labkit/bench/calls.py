@@ -37,7 +37,7 @@ class Buffers:
         self.output_parts = list(self.output.split(count))
 
     def zero(self) -> None:
-        """For timing: sums of zeros stay zero, no matter how many times an operation runs."""
+        """For timing: clear both buffers; sums of zeros stay zero, however many calls follow."""
         self.input.zero_()
         self.output.zero_()
 

@@ -64,7 +64,7 @@ def user_table() -> Path:
 
 
 def _rows(op: str, ranks: int, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The algorithm to use from each size on, among those available to the chooser (no default)."""
+    """The algorithm to use from each size on, among those that the chooser may select."""
     times: dict[int, dict[str, float]] = {}  # bytes -> algorithm -> seconds
     for point in points:
         if point.algorithm in names(op) and (op, point.algorithm) not in EQUAL_SIZES_ONLY:

@@ -92,7 +92,7 @@ def bench_data_parallel(
     turns: int = 20,
     transport: str | None = None,
 ) -> list[StepTimes]:
-    """Time labkit's strategies (all, or `only` some) against their peers, per rank count and model.
+    """Time the strategies in `only` (all if empty) against their peers, per rank count and model.
 
     Raises ValueError for an unknown strategy in `only`."""
     known = [contest.ours for contest in CONTESTS]

@@ -82,7 +82,7 @@ def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
     """Call each case once per turn; return its results by turn. `label` adds a progress bar.
-    `shuffled` (equally on all ranks) varies the order, and thus the cached data per case."""
+    `shuffled` (equally on all ranks) varies the order, and so the data cached before each case."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)
@@ -103,7 +103,7 @@ def seconds_of(
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
     """Mean seconds per step of `count` consecutive steps, from the end of `before()` to the end of
-    `after()`, which are rank barriers or GPU synchronization."""
+    `after()`, such as rank barriers or a GPU synchronization."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):

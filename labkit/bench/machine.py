@@ -31,7 +31,7 @@ SIDES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (256, 512, 1024, 2048, 4096, 
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # larger than caches
 REDUCED_BYTES = tuple(1 << shift for shift in range(10, 25, 2))
 ROUNDS, TURNS, TURN_S, MOST_CALLS = 3, 3, 0.02, 10_000
-LONGEST_S = 0.15  # per call; longer cases are not measured
+LONGEST_S = 0.15  # per call; longer matmuls are skipped
 REACHED = "by definition: the rate was achieved"
 ENOUGH_S = 7.0  # after this, only unmeasured cases run
 
@@ -41,7 +41,7 @@ def measure_machine(ranks: int = 4) -> Cluster:
 
     >>> measure_machine().device.peak_flops["float32"]  # one rank's share
 
-    Close other programs first. With one rank, nothing is sent: the link is the rank's memory.
+    Close other programs first. With one rank, nothing is sent: the link has the memory's rate.
     Raises ValueError if this machine cannot start `ranks` ranks."""
     with World(ranks, timeout_s=120) as world:
         began_s = time.monotonic()

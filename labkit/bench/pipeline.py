@@ -145,7 +145,7 @@ class Floor:
 
 
 def floor_s(actions: Sequence[Sequence[Action]], taken: list[list[float]], cores: int) -> float:
-    """Step seconds for `actions` with durations `taken` in seconds, both by stage."""
+    """Step seconds for `actions` of durations `taken` (both by stage), at least compute / cores."""
     seconds_of = {
         (stage, action): seconds
         for stage, listed in enumerate(actions)

@@ -44,7 +44,7 @@ from labkit.trace.recording import record
 
 LR = 1e-4
 STEPS = 3  # per turn
-WITH_DEVICE = {  # torch's GPU name: a cluster with this GPU's peak rates
+WITH_DEVICE = {  # torch's GPU name -> a cluster with this GPU's peak rates
     "NVIDIA H200": "h200-node",
     "NVIDIA H100 80GB HBM3": "dgx-h100",
     "NVIDIA A100-SXM4-40GB": "selene",
@@ -186,7 +186,7 @@ def _peak_bytes(name: str, sizes: Sizes, where: torch.device) -> int:
 
 
 def mfu_of(times: StepTimes, name: str, sizes: Sizes) -> float | None:
-    """Model FLOPs utilization of a format; None if the GPU's peak is unknown."""
+    """Model FLOPs utilization of a case; None without a known peak for its format and GPU."""
     dtype = PEAK_OF.get(name.removeprefix("torch.amp "))
     device = times.about["device"]
     peaks = cluster(WITH_DEVICE[device]).device.peak_flops if device in WITH_DEVICE else {}

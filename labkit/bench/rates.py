@@ -3,10 +3,10 @@
     matmul             seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
     all-reduce         seconds = start + 2(n-1) latency + 2(n-1)/n S / bandwidth
 
-Pure functions that minimize log(predicted / measured), so that microseconds count as much as
-seconds: the root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and the mean
-absolute value for matmuls, so that outliers count less. (On a CPU, the first bfloat16 matmul takes
-much longer.) An error of 0.1 means typically 10% off.
+Pure functions that minimize |log(predicted / measured)|, so that microseconds count as much as
+seconds: its root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and its mean for
+matmuls, so that outliers count less. (On a CPU, the first bfloat16 matmul takes much longer.) An
+error of 0.1 means typically 10% off.
 """
 
 from collections.abc import Mapping

@@ -40,8 +40,8 @@ def cluster_of(link: Link, ranks: int) -> Cluster:
 
 class PacedCosts(Costs):
     """Costs of a modeled link, which delays a message before the machine moves it. An operation
-    takes the link's time plus its unpaced time, which runs from the start of the last rank, on
-    which the others wait, to the operation's end, averaged over the ranks."""
+    takes the link's time plus its unpaced time: from the last rank's start, until which the other
+    ranks wait, to the operation's end, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)

@@ -7,7 +7,7 @@
                           results are wrong, and the time is a lower bound
 
 All cases train the same GPT from the same weights, on the same tokens, in the same processes, in
-alternating turns of a few steps. AdamW's step is slow with DTensor: see the ratios without it.
+alternating turns of a few steps. AdamW's step is slow with DTensor: see the ratios without AdamW.
 """
 
 import time
@@ -93,7 +93,7 @@ def stepper(case: Case, model: str, rows: int = ROWS) -> Callable[[], tuple[floa
 
 
 def _turn(comm: Comm, step: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """Mean seconds per step, and of its forward and backward alone."""
+    """Mean seconds of a step, and of its forward and backward alone."""
     step_s = forward_backward_s = 0.0
     for _ in range(STEPS):
         comm.barrier()

@@ -33,7 +33,7 @@ class TransferTimes:
 
     @property
     def rates(self) -> Rates:
-        """The rate of each memory and bus, from transfers with a single part."""
+        """Rates per memory and bus, from single-part transfers (for a paced bus, as configured)."""
         return rates_of(self.measured, self.about["paced_gbps"])
 
     def save(self, path: str | Path) -> Path:
@@ -91,7 +91,7 @@ def bench_transfers(
 
 
 def table(times: TransferTimes) -> Table:
-    """One row per way; the fastest way for each source, target and dtypes is bold."""
+    """One row per way; the fastest way for each source, target and pair of dtypes is bold."""
     numel, rates = times.measured[0].numel, times.rates
     words = ("from → to", "as", "cast", "memory", "call")
     shown = titled(
@@ -119,7 +119,7 @@ def table(times: TransferTimes) -> Table:
 
 
 def fastest_of(measured: Sequence[Measured]) -> list[Measured]:
-    """The fastest way for each source, target and dtypes."""
+    """The fastest way for each source, target and pair of dtypes."""
     best: dict[tuple[Any, ...], Measured] = {}
     for x in sorted(measured, key=lambda x: x.done_s):
         best.setdefault((*x.way.ends, x.way.dtype, x.way.to), x)

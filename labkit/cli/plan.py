@@ -196,8 +196,8 @@ def _show_fit(fit: "Fit", largest: bool, as_json: bool) -> None:
 
 
 def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
-    """The named model with the given changes, a model of your own, or None without a name
-    and sizes."""
+    """The named model with the given changes, a model of your own, or None if neither a
+    name nor sizes are given."""
     from labkit.replaying.planning.layout import Sizes
     from labkit.replaying.planning.published import model
 

@@ -34,7 +34,7 @@ def split_words(text: str | None) -> list[str]:
 
 
 def split_numbers(option: str, text: str) -> list[int]:
-    """ "2,4" -> [2, 4]. Raises ValueError, naming the option, for any other or an empty text."""
+    """ "2,4" -> [2, 4]. Raises ValueError, naming the option, for any other text, even if empty."""
     words = split_words(text)
     if wrong := [word for word in words or [text] if not word.isdecimal()]:
         raise ValueError(f"--{option} {wrong[0]!r}: give whole numbers, as --{option} 2,4")

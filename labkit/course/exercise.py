@@ -11,8 +11,8 @@ In `checks.py` in the lab's folder:
         if max(ran.sent_bytes) > 8: fail(...)
         yield "8 bytes"
 
-A check runs the student's function, fails with one sentence, and yields one line per proven
-property. The check of an open exercise also yields a `Score`. The notebook calls the check:
+A check runs the student's function, and yields one line per proven property or fails with one
+sentence. The check of an open exercise also yields a `Score`. The notebook calls the check:
 
     from labkit.labs.lab_00 import checks as check
     check.average(average)
@@ -77,7 +77,7 @@ class Passed:
 
 
 class Exercise:
-    """A check with a name and points. Raises CheckFailed if the student's answer is wrong."""
+    """A check with a name and points. Calling an exercise raises CheckFailed for a wrong answer."""
 
     def __init__(self, name: str, points: int, check: Check, yields: bool = False):
         self.name, self.points, self._check, self._yields = name, points, check, yields

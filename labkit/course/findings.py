@@ -75,9 +75,9 @@ def equal(
 ) -> None:
     """Compare one value per rank; fail at the first rank that differs.
 
-    Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of them.
+    Values are numbers, tensors (shape and dtype must match), strings, or tuples and lists of these.
     `what` is the verb in "rank 1 returned 6.0; expected 1.5"; `within`: the allowed difference,
-    relative and absolute (integers must be equal); `hint` is for values of the right type."""
+    relative and absolute (integers must be equal); `hint` is for values of the expected type."""
     assert len(found) == len(expected), "one value per rank"
     for rank, (value, right) in enumerate(zip(found, expected)):
         if value is None and right is not None:

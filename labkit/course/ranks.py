@@ -78,7 +78,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
 
 @contextmanager
 def _limited(size: int) -> Iterator[World]:
-    """A world of `size` ranks, restarted after LIMIT_S. Raises CheckFailed for a rank's error."""
+    """A world of `size` ranks, restarted after LIMIT_S of use. Raises CheckFailed for RankError."""
     world = _world(size)
     too_late = threading.Timer(LIMIT_S, world.restart)
     too_late.start()
@@ -187,7 +187,7 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
 
 
 def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Run `alone` for many argument tuples, in one call."""
+    """The values of a function for many argument tuples, from a single call of `alone`."""
     values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
     return values
 

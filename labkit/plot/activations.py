@@ -16,7 +16,7 @@ from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
 
 # Shades of one color per part of a layer: attention scores, other attention terms, the MLP, and
-# norms with all remaining terms.
+# norms and remaining terms.
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,

@@ -17,7 +17,7 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_un
 PANEL_IN = 3.2
 MOST_TICKS = 9
 ROOM = 2.0  # the y-axis extends by this factor below the rates and by its square above
-LEVELS = 3  # heights for the names of crossovers, so that neighbors do not overlap
+LEVELS = 3  # heights of crossover labels, so that neighbors do not overlap
 
 
 @styled
@@ -26,7 +26,7 @@ def bandwidth(
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
     """Bus bandwidth against size: measured (points, solid) and from fitted alpha and beta (dashed).
-    A dotted line marks a crossover, above which a different labkit algorithm has the best fit.
+    A dotted line marks a crossover: above this size, the fits favor a different labkit algorithm.
 
     Args:
         sweep: from `labkit.bench.bench_collectives`, or the path of a saved sweep.
@@ -94,7 +94,7 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
 
 
 def _mark_crossovers(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
-    """Mark the sizes at which the fastest algorithm changes."""
+    """Mark the sizes at which the fastest algorithm changes, according to the fits."""
     backends_own = {point.algorithm for point in points if point.own}
     candidates = [fit for name, fit in fits.items() if name not in backends_own]
     if len(candidates) < 2:

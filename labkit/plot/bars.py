@@ -28,8 +28,8 @@ RANK_GAP = 0.4
 
 
 class Bar(NamedTuple):
-    """An interval to draw. Heights increase downward from the top of the rank; the compute lane has
-    height 1. Open bars and waits get a vermilion outline."""
+    """An interval to draw; `top` and `bottom` are measured downward from the rank's top, in heights
+    of the compute lane. Open bars and waits get a vermilion outline."""
 
     top: float
     bottom: float

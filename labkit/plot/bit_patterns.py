@@ -71,7 +71,7 @@ def bits(
 
 
 def formula(format: Format, pattern: int) -> str:
-    """The formula that the bits encode: + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
+    """The formula that the bits encode, such as + 2^(15 - 15) × (1 + 512/1024) = 1.5."""
     sign, exponent, leading, fraction = format.fields(pattern)
     plus_or_minus = "−" if sign else "+"
     kind = format.kind(pattern)

@@ -49,8 +49,8 @@ def number_line(
     Args:
         formats: names or `Format`s to show in the upper part.
         near_zero: formats in the lower part, with a line per value from 0 to `upto`; () for none.
-        values: a tensor, such as all gradients of a step. The lower part is replaced by a histogram
-            of magnitudes above the ranges, and the share that each format rounds to zero.
+        values: a tensor, such as all gradients of a step. If given, a histogram of magnitudes above
+            the ranges replaces the lower part; labels state the share that becomes zero.
 
     Raises ValueError if more than 2,000 values of a format would be drawn.
     """
@@ -163,7 +163,7 @@ def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16)
     """Histograms of log2 |x|, one panel per entry of `named`, with the range of `dtype` marked.
 
     `named`: title -> one or more tensors (None is skipped). Zeros are counted separately; shares
-    are measured by casting. Raises ValueError if there are no values.
+    are measured by casting. Raises ValueError if `named` or one of its entries is empty.
     """
     elements = {name: _elements(tensors) for name, tensors in named.items()}
     empty = [name for name, x in elements.items() if not len(x)]

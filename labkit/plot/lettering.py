@@ -1,5 +1,5 @@
 """Many short names drawn as one collection of outlines: 150 `Text` objects take matplotlib 100 ms
-to draw, the collection 2 ms, with equal pixels. Also shrinks titles to fit."""
+to draw, the collection 2 ms, with identical pixels. Also shrinks titles to fit."""
 
 from functools import cache
 from typing import NamedTuple, cast

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHORT = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "user": ""}
 MOST_RANKS = 8  # drawn by default
-HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # the fields of a Footprint
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # fields of a Footprint
 
 
 @styled
@@ -34,7 +34,7 @@ def memory(
     """Memory by category during the detailed step, its peak, and the predicted model states.
 
     Args:
-        ranks: global ranks; None draws all ranks, but at most the first eight.
+        ranks: global ranks; None draws at most the first eight.
         predicted: total bytes of parameters, gradients and optimizer state on a rank, or a
             Footprint; None uses the prediction recorded with the run, if any.
 

@@ -20,7 +20,7 @@ NAMED = {"tp": PURPLE, "dp": ORANGE, "pp": BLUE}  # regardless of axis order
 AXES = [PURPLE, ORANGE, BLUE, GREEN, "#7A5512"]  # other axes, innermost first
 MOST_RANKS = 256
 RADIUS, GAP = 0.27, 0.6
-LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # rank count up to -> points added to SMALL_PT
+LARGER_PT = {12: 7, 32: 1, 96: -1, MOST_RANKS: -3}  # largest rank count -> points added to SMALL_PT
 
 Place = tuple[float, float]
 

@@ -1,5 +1,5 @@
 """A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
-rank, colored if the sum includes its input. Arrows lead from sent chunks (framed) to receivers."""
+rank, colored if the sum includes the rank's input. Arrows lead from framed chunks to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -78,7 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """Draw a step; return its stripes to be drawn at once: thousands of single patches are slow."""
+    """Draw a step; return its stripes for one collection: thousands of patches are slow."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)

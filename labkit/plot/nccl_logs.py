@@ -34,7 +34,7 @@ def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
     """Rings (circles with arrows) and trees, with connections colored by transport. Channels with
-    equal graphs share a picture; ranks on a host share a tint.
+    equal graphs share a picture (at most 4 rings and 4 trees); ranks on a host share a tint.
 
     Args:
         log: from `read_nccl_log`.
@@ -92,7 +92,7 @@ def over(connection: Connection | None) -> str:
 
 
 def _ring(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """Draw ranks on a circle, ordered by host and rank, with an arrow from each to the next."""
+    """Draw ranks on a circle, ordered by host and rank, with an arrow for each hop of the ring."""
     order = [rank for ranks in group.hosts().values() for rank in ranks]
     order += [rank for rank in group.rings[channel] if rank not in order]
     step = 360 / max(2, len(order))  # degrees
@@ -126,7 +126,7 @@ def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
 
     def put(rank: int, depth: int) -> None:
         nonlocal leaves
-        place[rank] = (0.0, 0.0)  # marks it as visited: a damaged tree may have cycles
+        place[rank] = (0.0, 0.0)  # marks the rank as visited: a damaged tree may have cycles
         children = [x for x in tree.get(rank, TreeNode(None, ())).children if x not in place]
         for child in children:
             put(child, depth + 1)

@@ -35,7 +35,7 @@ TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @styled
 def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
-    """Step times of the `top` fastest layouts by part, and the fastest layout for each tp and pp.
+    """Step times, by part, of the `top` fastest layouts, and the fastest time for each tp and pp.
 
     Raises ValueError if `top` < 1.
     """

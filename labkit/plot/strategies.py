@@ -1,5 +1,5 @@
-"""Strategies side by side: recorded runs (`compare`); losses, and each rank's sent bytes and memory
-against the prediction (`draw_comparison`)."""
+"""Strategies side by side: recorded runs (`compare`), or results with losses, bytes sent (measured
+and predicted) and memory of the model states (`draw_comparison`)."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -144,8 +144,8 @@ class TimelineView:
         tip = end + is_open * ARROW_PX / self._px_per_ms
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
-        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # offset the edge,
-        top, bottom = top - rim, bottom + rim  # which would make a bar flatter than its neighbor
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # half an edge:
+        top, bottom = top - rim, bottom + rim  # bars with edges would otherwise look flatter
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [

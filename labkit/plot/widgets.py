@@ -35,7 +35,7 @@ BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  #
 
 class PictureWidget(ipywidgets.VBox):
     """Controls above one picture, which is redrawn when a control changes. `picture.value` is the
-    PNG shown, the only content on pages without a kernel.
+    PNG shown; on pages without a kernel, the PNG from `_static` is the only content.
 
     A subclass creates its controls, passes them to `_arrange`, and draws in `_draw`.
     """
@@ -120,10 +120,10 @@ class View(PictureWidget):
 
 
 class PlanView(PictureWidget):
-    """Compare layouts of a plan with the best: sliders set tp, pp and the micro-batch; all other
-    settings are the fastest ones.
+    """Compare a plan's best layout with the fastest for the tp, pp and micro-batch on the sliders.
 
-    `report`: the chosen layout's step, None if none fits; `verdict.value`: why it is slower.
+    `report`: the step of the chosen layout, None if no matching layout fits; `verdict.value`: why
+    the layout is slower or does not exist.
     """
 
     def __init__(self, planned: Plan):
@@ -229,7 +229,7 @@ class FlipBits(PictureWidget):
         """Show the same number, rounded to the new format."""
         before = self.pattern
         self._new_buttons(change["new"].encode(change["old"].decode(before)))
-        if self.pattern == before:  # otherwise the slider's change has redrawn it
+        if self.pattern == before:  # otherwise the slider's change has redrawn the picture
             self._draw()
 
     def _new_buttons(self, pattern: int) -> None:

@@ -23,11 +23,11 @@ SMALL_MESHES = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp":
 LARGE_MESH = {"pp": 16, "dp": 8, "tp": 8}
 MOST_CALLS = 4  # to the store, per rank and barrier: two are enough
 LATE_S = 0.1
-LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this time never ends
+LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this time counts as endless
 
 
 def _results(student: Student, calls: list[tuple[Any, ...]]) -> list[Any]:
-    """Results of a function without a Comm argument; it runs on a rank, which reports errors."""
+    """Results of a function without a Comm argument, run on a rank so that errors are reported."""
     return run(1, lambda comm: [student(*copy.deepcopy(args)) for args in calls]).values[0]
 
 
@@ -212,7 +212,7 @@ def _run_with_hints(hints: dict[str, str], *args: Any) -> Ran:
 
 
 def _two_barriers(comm: Any, student: Student, path: str, late: int) -> tuple[list[int], list[int]]:
-    """Per barrier: ranks that had arrived when this rank left, and this rank's store calls."""
+    """Per barrier: how many ranks had arrived when this rank left, and this rank's store calls."""
     arrivals = file_store(path + ".register", WAIT_S)
     arrived, calls = [], []
     for name in ("one", "two"):

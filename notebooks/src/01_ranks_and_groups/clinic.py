@@ -102,7 +102,7 @@ def clinic(
     """Run each program, a function of a `Comm`, on `size` ranks of labkit and of plain torch.
 
     `guesses` maps each program's name to "hang", "crash" or "silent"; with None, no guesses are
-    required. Raises CheckFailed if a guess is missing, unknown, or for an unknown program."""
+    required. Raises CheckFailed if a guess is missing or unknown, or names an unknown program."""
     if guesses is not None:
         _validate_guesses([program.__name__ for program in programs], guesses)
     guesses = guesses or {}

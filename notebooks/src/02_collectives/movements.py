@@ -1,5 +1,5 @@
-"""Checks of a collective's data movement: which ranks' data each rank ends with, which
-ranks it sends to, the bytes that it sends, and the number of steps.
+"""Checks of a collective's data movement: the data that each rank ends with, the targets
+and bytes of its messages, and the number of steps.
 """
 
 from collections.abc import Callable, Mapping

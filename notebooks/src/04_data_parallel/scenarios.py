@@ -1,4 +1,4 @@
-"""Lab 04: student answers run on ranks, and the results of a single process."""
+"""Runs of lab 04's answers on ranks, and the results of a single process."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -91,12 +91,12 @@ LR, PUSHES = 0.25, 3
 
 
 def gradient(worker: int, weights: Tensor) -> Tensor:
-    """The gradient, at `weights` [3], of half the worker's squared distance to its own target."""
+    """The gradient of half the squared distance from `weights` [3] to the worker's own target."""
     return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
 
 
 def run_server(comm: Any, student: Student, late: int) -> Any:
-    """Run the student's server on rank 0. Worker `late` starts after the other has finished."""
+    """Run the student's server on rank 0. Worker `late` starts after the other worker is done."""
     weights = torch.zeros(3)
     if comm.rank == 0:
         taken = student(comm, weights, LR, PUSHES)
@@ -140,7 +140,7 @@ def sizes_of_gpt() -> list[int]:
 
 def busiest_link_bytes(servers: list[int], nbytes: list[int], size: int = SERVERS) -> int:
     """Bytes in and out per step on the busiest link: each rank serves its parameters to other
-    ranks, and is a worker for theirs. `servers[i]` is the rank that serves parameter i."""
+    ranks, and is a worker for all other parameters. Rank `servers[i]` serves parameter i."""
     served = [0] * size
     for server, size_bytes in zip(servers, nbytes, strict=True):
         served[server] += size_bytes

@@ -1,4 +1,4 @@
-"""Lab 05: student answers run on ranks.
+"""Runs of lab 05's answers on ranks.
 
 All ranks have the same small model; each rank has its shard of a batch of random rows.
 """
@@ -33,8 +33,8 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
-    """Per step, the all-reduces started, blocking and waited for when backward reaches the first
-    layer, and the gradients; then, the number of last-step all-reduces never waited for."""
+    """Per step: the all-reduces started, blocking and waited for when backward reaches the first
+    layer, and the gradients. Also: how many of the last step's all-reduces are never waited for."""
     model, steps = small_model(), []
     overlapped = student(comm, model)
     for step in range(2):

@@ -13,7 +13,7 @@ from labkit.replaying import dry_run, replay
 from labkit.trace import Trace, split_of
 
 RANKS = 32
-MODELS = (  # MB per bucket, rows, sizes. Large vocabulary; small buckets; wide layers
+MODELS = (  # MB per bucket, rows, sizes; in turn: large vocabulary, small buckets, wide layers
     (25, 2, {"vocab": 32_000, "width": 768, "depth": 3, "heads": 12, "context": 512}),
     (4, 4, {"vocab": 8_192, "width": 512, "depth": 4, "heads": 8, "context": 512}),
     (10, 1, {"vocab": 1_024, "width": 2048, "depth": 2, "heads": 16, "context": 1024}),
@@ -29,7 +29,7 @@ class Facts:
     optimizer_s: float
     bucket_bytes: tuple[int, ...]  # in the order of sending; the last has the embedding
     bucket_s: tuple[float, ...]  # each all-reduce, latency included
-    head_part: float  # the head's share of backward's FLOPs, 0 to 1; computed first
+    head_part: float  # the head's share of backward's FLOPs, 0 to 1; backward begins with the head
 
 
 @cache

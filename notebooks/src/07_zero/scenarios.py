@@ -1,4 +1,4 @@
-"""Lab 07: student answers run on ranks, and the results of a single process."""
+"""Runs of lab 07's answers on ranks, and the results of a single process."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,5 +1,5 @@
 """A model of lab 08's open exercise: layers form units, which are gathered `prefetch` units ahead.
-It computes the exposed time by the virtual clock, and the peak memory.
+The model gives the exposed time (by the virtual clock) and the peak memory.
 
     forward     gather 0 | compute 0 | compute 1 | ...      gathers start `prefetch` units early
     backward    gather k | compute k | compute k-1 | ...    a reduce-scatter follows each unit

@@ -1,4 +1,4 @@
-"""Lab 08: answers run on ranks, a model's units as shares, and single-process results."""
+"""Runs of lab 08's answers on ranks, a model's units as shares, and single-process results."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ def single_process(size: int) -> list[Tensor]:
 
 def unsharded(rank: int, size: int) -> dict[str, Any]:
     """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
-    between the passes, peak bytes plus a layer's weight and gradient and all shares' gradients."""
+    between the passes, and peak bytes plus the largest weight, its gradient and share gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
         value = _loss(x, [partial(_linear, weight=w) for w in whole])

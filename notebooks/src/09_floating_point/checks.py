@@ -95,7 +95,7 @@ def nearest(student: Student) -> Iterator[str]:
 
 
 def _values_to_round(fmt: Format) -> list[float]:
-    """Values at and near midpoints of neighboring numbers: at 1, at powers of 2, at both ends."""
+    """Values at and near midpoints of neighbors: near 1, powers of 2 and both ends of the range."""
     largest, normal = float(fmt.largest), float(fmt.smallest_normal)
     places = [0.75, 1.0, 1.5, 3.0, 2 - float(fmt.epsilon), normal * 2, normal, normal / 2, largest]
     values = [0.0, float(fmt.smallest_subnormal) / 2, float(fmt.smallest_subnormal) * 0.51]

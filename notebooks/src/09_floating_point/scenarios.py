@@ -37,7 +37,7 @@ class Adder:
 
 
 def run_sum(comm: Any, student: Callable[..., Any], values: list[float]) -> tuple[Any, bool, int]:
-    """The result of my_sum, whether add or sub returned it, and the number of calls to both."""
+    """The result of my_sum, whether add or sub returned this result, and the number of calls."""
     adder = Adder()
     total = student(list(values), adder.add, adder.sub)
     return total, total in adder.results, adder.calls
@@ -88,7 +88,7 @@ def sample(seed: int) -> torch.Tensor:
 
 
 def codebook_error(levels: Sequence[float], seed: int = 1) -> float:
-    """The mean squared error of new values at their nearest level, divided by their variance."""
+    """Mean squared error of new values rounded to the nearest level, relative to their variance."""
     x = sample(seed)
     table = torch.tensor(sorted(levels), dtype=torch.float64)
     nearest = (x[:, None] - table).abs().amin(dim=1)

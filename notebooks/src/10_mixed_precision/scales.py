@@ -47,7 +47,7 @@ def lost(step: Step, scale: float) -> float:
 
 
 def scales_of(make: Callable[[], Any]) -> list[Any]:
-    """The scale at each step; after a step, the chooser gets the largest gradient, or inf."""
+    """The scale at each step; afterward, the chooser gets the largest gradient, inf on overflow."""
     chooser, scales = make(), []
     for step in gradients_of_a_run():
         scale = chooser.scale

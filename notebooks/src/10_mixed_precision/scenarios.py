@@ -30,7 +30,7 @@ def runs_in_cases() -> list[tuple[str, Types, torch.dtype]]:
 
 
 def right_dtype(op: str, types: Types, low: torch.dtype) -> torch.dtype | None:
-    """The dtype under the autocast policy for GPUs."""
+    """The dtype under the autocast policy for GPUs; None for no cast."""
     widest = torch.float32 if torch.float32 in types else low
     return {"low": low, "fp32": torch.float32, "promote": widest}.get(CUDA.of(op))
 
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[int, float]] = {  # rank with a non-finite element (-1: n
 
 
 def scaled_gradients(rank: int, size: int, case: str) -> list[Tensor]:
-    """Two scaled fp16 gradients per rank; rank 2 has no gradients."""
+    """Two scaled fp16 gradients on ranks 0 and 1, none on rank 2."""
     if rank == 2:
         return []
     bad_rank, element = CASES[case]

@@ -81,7 +81,7 @@ class Host:
     new storage from the copy. `put_bytes` counts the bytes copied so far."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, np.ndarray[Any, Any]] = {}  # numpy: PeakMemory ignores it
+        self._copies: dict[int, np.ndarray[Any, Any]] = {}  # PeakMemory ignores numpy arrays
         self.put_bytes = 0
 
     def put(self, storage: torch.UntypedStorage) -> int:
@@ -114,7 +114,7 @@ def shared_inputs() -> nn.Module:
 
 
 def run_offloaded(comm: Any, make: Callable[..., Any] | None) -> dict[str, Any]:
-    """Gradients, and the bytes held and offloaded between forward and backward."""
+    """Gradients, bytes held between forward and backward, and bytes offloaded in forward."""
     model, x, host = shared_inputs(), example_input(), Host()
     away = make(host, list(model.parameters())) if make else None
     pack = away.pack if away else torch.Tensor.detach
@@ -195,7 +195,7 @@ def best_plan(budget_bytes: int) -> Plan:
 
 
 def best_uniform(budget_bytes: int) -> Plan:
-    """The plan with the least recompute among plans with one choice for all layers."""
+    """The plan with the least recompute within the budget, if all layers share one choice."""
     costs = u_shaped_costs()
     plans = [plan_of(costs, [name] * len(SEQUENCES)) for name in ("none", "selective", "full")]
     return next(plan for plan in plans if plan.peak_bytes <= budget_bytes)

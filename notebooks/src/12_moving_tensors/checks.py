@@ -19,7 +19,7 @@ RATES = (  # bytes/s: bus, cast on the source, cast on the target; when to cast
     (2e9, 20e9, 20e9, "before"),
     (60e9, 20e9, 3000e9, "after"),
     (6e9, 20e9, 2000e9, "before"),
-    (7e9, 20e9, 2000e9, "after"),  # 2 / bus is less than 6 / here
+    (7e9, 20e9, 2000e9, "after"),  # 2 more bytes on the bus cost less than a cast here
     (60e9, 20e9, 20e9, "before"),  # equally fast casts on both sides: casting after gains nothing
     (9e9, 20e9, 40e9, "before"),
 )

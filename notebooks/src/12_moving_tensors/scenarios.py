@@ -1,5 +1,5 @@
-"""Buses for the checks of lab 12: HeldBus delays each copy until it is waited for, WatchedBus
-signals the end of each copy. Both detect missing and superfluous waits without a clock.
+"""Buses for the checks of lab 12: HeldBus delays copies until the first wait, WatchedBus signals
+the end of each copy. They reveal missing waits and late loads without measuring time.
 """
 
 import threading
@@ -17,7 +17,7 @@ BLOCKS = (300, 500, 100, 700, 200, 600)  # elements per block, for `double_buffe
 
 
 class HeldBus(Bus):
-    """Copies only upon `wait`, or after `release`: an earlier read sees old data."""
+    """Copies only after the first `wait` or `release`: an earlier read sees old data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class HeldBus(Bus):
 
 
 class WatchedBus(Bus):
-    """Signals the end of copy k, and records all arrivals."""
+    """Signals the end of copy k in `ended[k]`, and records all arrivals."""
 
     def __init__(self, copies: int) -> None:
         super().__init__()

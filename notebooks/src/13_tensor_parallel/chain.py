@@ -32,7 +32,7 @@ from labkit.parallel.common.conjugate import (
 WAYS = ("columns", "rows", "whole")
 RANKS, TOKENS = 2, 8
 CHAIN = (64, 16, 96, 256, 32, 32, 256, 96, 16, 64)  # features before, between and after 9 layers
-BUDGETS = (0.5, 0.52, 0.7)  # fraction of the chain's elements that a rank may hold
+BUDGETS = (0.5, 0.52, 0.7)  # fraction of the chain's matrix elements that a rank may hold
 BEST_BYTES = 31_744  # sent by a rank, summed over the budgets: the minimum
 
 # (this layer, the next) -> communication of the tensor between them, in halves of an all-reduce

@@ -5,7 +5,7 @@ exchange tokens for heads (Ulysses), and rings of n/u ranks pass blocks around.
     ring      0  1  2  3                        u = n    only Ulysses
       │       4  5  6  7                        n = 8, u = 4: rank 0 is in a ring with rank 4
 
-In a group of u, a rank holds h/u heads of u times as many tokens, which its ring passes around.
+In a group of u, a rank holds h/u heads of u times as many tokens; its ring passes k and v around.
 Source of the combination: Fang, Zhao, "USP", arXiv 2405.07719.
 """
 

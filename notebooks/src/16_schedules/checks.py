@@ -204,7 +204,7 @@ def zb_h1(student: Any) -> Iterator[str]:
 
 # ---- invent(job)
 
-BEST = 37  # idle time in per mille: split backwards and chunks (wrong_answers.py)
+BEST = 37  # per mille idle, reached with split backwards and chunks (wrong_answers.py)
 
 
 def _mean_bubble_per_mille(schedules: dict[str, Schedule]) -> float:

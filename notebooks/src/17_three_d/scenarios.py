@@ -85,7 +85,7 @@ class Training(NamedTuple):
 
 @cache
 def counted_bytes() -> list[tuple[Training, list[dict[str, int]]]]:
-    """Each training, and the bytes per step that each stage's ranks send, by axis."""
+    """Each training, and the bytes per step that a rank of each stage sends, by axis."""
     warm(4, first_backward)
     of_ranks = warm(4, lambda: [_step(axes) for axes in MESHES])
     return [_by_stage(axes, of_mesh) for axes, of_mesh in zip(MESHES, zip(*of_ranks))]
@@ -160,7 +160,7 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Unsharded gradients of a stage: a matrix, a norm; on the end stages, also the embedding."""
+    """Unsharded gradients of a stage: a matrix, a norm; on the first and last, the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:
@@ -175,7 +175,7 @@ def gradients_of(stage: int, stages: int) -> list[Gradient]:
 
 
 def run_global_norm(comm: Any, axes: Axes, student: Student) -> float:
-    """The student's norm of this rank's gradients, and the bytes sent."""
+    """The student's result for this rank's gradients, and the bytes sent."""
     mesh = Mesh(comm, **axes)
     gradients = [
         grad._replace(g=grad.g.chunk(mesh.tp.size)[mesh.tp.rank].clone()) if grad.is_cut else grad

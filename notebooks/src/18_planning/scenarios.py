@@ -1,7 +1,7 @@
 """Cases for the checks of lab 18, and the correct results by labkit.predict and by replay.
 
-A case is a model with a layout. Its heads, blocks, rows and ranks have factors of 3 or 5, so that a
-formula that swaps two axes fails.
+A case is a model with a layout. Most sizes (heads, blocks, rows, ranks) have a factor of 3 or 5, so
+that a formula that swaps two axes fails.
 """
 
 from dataclasses import replace
@@ -58,8 +58,8 @@ CASES = (
 
 
 def layer_bytes(sizes: Sizes, layout: Layout) -> float:
-    """Bytes that a layer keeps for one micro-batch on one rank, without the attention scores, which
-    fused attention never stores (lab 11)."""
+    """Bytes that a layer keeps for one micro-batch on one rank, excluding the attention scores,
+    which fused attention never stores (lab 11)."""
     return activation_bytes(
         sizes.context, layout.microbatch, sizes.width, sizes.heads, layout.tp, layout.sequence,
         "full" if layout.recompute == "full" else "selective",
@@ -134,7 +134,7 @@ class Candidate(NamedTuple):
 
 
 def candidates() -> list[Candidate]:
-    """Layouts that can run, and some that break a single rule."""
+    """Layouts that can run, and layouts that break one or more rules."""
     of_96 = [
         Layout(tp=tp, pp=pp, dp=96 // (tp * pp), microbatch=b, chunks=v, zero=1)
         for tp in (1, 2, 3, 8, 12, 16)

@@ -101,12 +101,14 @@ def measure_costs(
     model: nn.Module | Sequence[nn.Module], x: Tensor, repeats: int = 3
 ) -> list[float]:
     """Seconds of forward and backward per layer of `layers_of(model)` on a micro-batch
-    x [rows, ...], the minimum over `repeats` runs. Restores buffers; call `zero_grad()` first,
-    since existing gradients would change. Broadcast one rank's costs, so that all splits match."""
+    x [rows, ...], the minimum over `repeats` runs. Restores buffers and gradients. Broadcast one
+    rank's costs, so that all splits match."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
     costs = [float("inf")] * len(layers)
+    for parameter, _ in before:
+        parameter.grad = None  # backward adds to a gradient in place
     try:
         for _ in range(repeats):  # each repeat runs every layer: a stall affects one repeat only
             y = x

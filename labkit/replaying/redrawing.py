@@ -61,7 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Draws up to `most_ranks` ranks; the axis is kept while a step fills 25 to 100 % of it."""
+    """Draws up to `most_ranks` ranks; the axis is kept while a step fills 25 to 100 % of XX."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks

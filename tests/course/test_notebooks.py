@@ -146,7 +146,7 @@ def test_the_solved_edition_has_outputs_and_no_trace_of_its_machine(lab: Path):
     notebook = nbformat.read(solved_path(lab), as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
-    outputs = nbformat.writes(notebook)
+    outputs = re.sub(r'"image/png": ".*"', "", nbformat.writes(notebook))  # may spell /tmp/
     for trace in (str(ROOT), str(Path.home()) + "/", "/tmp/", "ipykernel_"):
         assert trace not in outputs, f"an output has {trace}"
 

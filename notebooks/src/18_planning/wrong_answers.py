@@ -176,7 +176,7 @@ def eight_stages(job):
     return eight if job.sizes.depth == 36 else best_of(job)
 
 
-@wrong("18.choose", "zero=3: here are 0")
+@wrong("18.choose", "zero=3: choose 0 (DDP) or 1")
 def zero_3(job):
     return replace(best_of(job), zero=3)
 

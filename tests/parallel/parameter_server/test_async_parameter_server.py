@@ -156,7 +156,7 @@ def test_invalid_arguments_are_refused(world: World) -> None:
 
 @pytest.mark.slow
 @cases(
-    ({"order": [1] * (STEPS + 1)}, "push of worker 1, but it is done"),
+    ({"order": [1] * (STEPS + 1)}, "push from worker 1, but it is done"),
     ({"order": [1, 1], "max_staleness": 0}, "worker 1, but it is too far ahead and waits"),
 )
 def test_an_impossible_order_is_refused(asked: dict[str, Any], says: str) -> None:

@@ -75,9 +75,12 @@ def test_costs_are_measured_of_layers_with_side_effects() -> None:
     norm = nn.BatchNorm1d(4)
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), norm)
     x = torch.randn(3, 4)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
     before, state = x.clone(), deepcopy(model.state_dict())
     assert all(0 < cost < 1e9 for cost in measure_costs(model, x))
     assert torch.equal(x, before)
+    assert all(p.grad is not None and (p.grad == 1).all() for p in model.parameters())
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 

@@ -109,7 +109,7 @@ def gathers_each_input_once() -> None:
 
 test_a_fault_is_found = pytest.mark.slow(
     noticed(
-        [Mutation(instead(fault.__name__, Partitioned, "keep", fault), gathers_each_input_once)
+        [Mutation(instead(fault.__name__, Partitioned, "pack", fault), gathers_each_input_once)
          for fault in (keeps_all, keeps_the_first)],
         on_ranks, RankError, match="AssertionError", size=2,
     )

@@ -281,7 +281,7 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
 
 def test_fp32_gradients_are_not_copied() -> None:
     made = labkit.Fp32Gradients(nn.Linear(3, 3).parameters())
-    words = "Fp32Gradients cannot be copied or pickled; make one"
+    words = "Fp32Gradients cannot be copied or pickled; create one"
     raises((words,), copy.deepcopy, made, error=TypeError)
 
 

@@ -16,8 +16,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from command import python
+from command import python, run
 from places import ROOT
+from tables import raises
 
 PYTHONS = ["3.11", "3.12", "3.13"]
 
@@ -84,8 +85,7 @@ def test_a_missing_pin_and_a_pin_outside_the_range_are_found():
 
 @pytest.mark.parametrize("line", ["alpha", "alpha>=1", "alpha==1.*", "alpha==1\nAlpha==2"])
 def test_a_line_that_pins_nothing_is_refused(line: str):
-    with pytest.raises(ValueError, match="constraints.txt"):
-        pins(line)
+    raises("constraints.txt", pins, line)
 
 
 def test_torch_is_pinned_without_a_build():
@@ -258,13 +258,9 @@ class Workplace:
         # MAKEFLAGS and its like would tie this make to the one that runs the suite.
         kept = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
         self.log.write_text("")
-        command = ["make", f"PYTHON={self.python}", *arguments]
+        command = ("make", f"PYTHON={self.python}", *arguments)
         env = kept | {"PYTHONPATH": ""} | variables
-        done = subprocess.run(
-            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == status, done.stderr
-        return done
+        return run(*command, status=status, cwd=self.folder, env=env, timeout=60)
 
     def edit(self, name: str, old: str, new: str) -> None:
         file = self.folder / name

@@ -6,7 +6,6 @@ import pickle
 import resource
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from command import run
 from labkit import Comm, MasterWeights, RankError, World, ZeRO3, load_checkpoint, save_checkpoint
 from labkit.checkpoints import contents, folders, saving
 from tables import cases, raises
@@ -170,11 +170,11 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("only root makes a small file system")
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
-    if subprocess.run(command, capture_output=True).returncode:
+    command = ("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk)
+    if run(*command, status=None).returncode:
         pytest.skip("no file system can be mounted here")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    run("umount", disk)
 
 
 @cases(

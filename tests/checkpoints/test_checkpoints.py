@@ -28,6 +28,7 @@ from labkit import Comm, Single, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import saving
 from labkit.checkpoints.boxes import boxes_of, small_boxes, view_of
 from labkit.runtime import progress
+from small_models import take_steps
 from tables import cases
 from worlds import on_each_rank, world_fixture
 
@@ -120,10 +121,7 @@ def small(seed: int, steps: int = 1, strategy: str | None = None) -> tuple[nn.Mo
         optimizer = STRATEGIES[strategy](model, Comm(), 0.1)[1]
     else:
         optimizer = torch.optim.AdamW(groups_of(model, 0.2 + seed))
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).sum().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: model(torch.randn(5, 4)).sum(), steps)
     return model, optimizer
 
 

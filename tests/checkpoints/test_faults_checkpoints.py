@@ -357,11 +357,7 @@ def test_what_could_not_be_loaded_is_refused_when_it_is_saved(
     assert sorted(os.listdir(saved.parent)) == before
     ranks.run(save_it, weights_only=False)
     assert all("extra needs" in text and name in text for text in ranks.run(outcome, saved.parent))
-
-    def load() -> Any:
-        return load_checkpoint(saved.parent, *trained(), weights_only=False).extra
-
-    loaded = ranks.run(load)
+    loaded = ranks.run(lambda: load_checkpoint(saved.parent, *trained(), weights_only=False).extra)
     assert all(type(extra) is type(value) for extra in loaded)
 
 
@@ -383,8 +379,7 @@ def test_plain_values_random_states_and_a_learning_rate_of_numpy_come_back(tmp_p
 
 
 def warned(folder: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert outcome(folder) == "exact"
     return [str(warning.message) for warning in caught]
 

@@ -45,8 +45,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 def strictly(function: Callable[..., Any], *args: Any) -> Any:
     """Run it with every warning an error: pytest's own filters do not reach the ranks."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         return function(Comm(), *args)
 
 
@@ -282,8 +281,7 @@ def test_torchs_own_operations_are_not_events_and_disturb_none() -> None:
             receives = [dist.irecv(arriving[0], peer), comm.irecv(arriving[1], peer)]
             plain = dist.isend(given(comm.rank, 100, salt=200 + k), peer)  # tag 0, as ours
             comm.send(given(comm.rank, 100, salt=300 + k), peer)
-            for operation in (work, plain, *receives, handle):
-                operation.wait()
+            comm_contract.wait_for([work, plain, *receives, handle])
             assert torch.equal(ours, reduced(everyones(comm, 100, salt=k), "sum"))
             assert torch.equal(theirs, reduced(everyones(comm, 100, salt=100 + k), "sum"))
             for received, salt in zip(arriving, (200 + k, 300 + k)):
@@ -352,8 +350,7 @@ def test_threads_share_a_comm_for_messages_of_different_tags() -> None:
 def test_hundreds_of_operations_in_flight() -> None:
     comm = Comm()
     xs = [given(comm.rank, 11, salt=k) for k in range(200)]
-    for handle in reversed([comm.all_reduce(x, async_op=True) for x in xs]):
-        handle.wait()
+    comm_contract.wait_for(reversed([comm.all_reduce(x, async_op=True) for x in xs]))
     for k, x in enumerate(xs):
         assert torch.equal(x, reduced(everyones(comm, 11, salt=k), "sum"))
 
@@ -400,8 +397,7 @@ def test_a_handle_keeps_what_it_needs() -> None:
     handle = Comm().all_reduce(kept[:, 0], async_op=True)
     handles = [Comm().all_reduce(torch.ones(50_000), async_op=True) for _ in range(10)]
     torch.ones(1_000_000)
-    for operation in (handle, *handles):
-        operation.wait()
+    comm_contract.wait_for([handle, *handles])
     assert float(kept.sum()) == 0.0
 
 
@@ -570,8 +566,7 @@ def test_all_messages_of_a_rank_share_its_wire(slow_wire: World) -> None:
             peer = 1 - comm.rank
             move, move_other = (getattr(x, ("isend", "irecv")[comm.rank]) for x in (comm, other))
             handles = [move(first, peer), move(second, peer, tag=1), move_other(third, peer)]
-            for handle in (*handles, other.broadcast(fourth, async_op=True)):
-                handle.wait()
+            comm_contract.wait_for([*handles, other.broadcast(fourth, async_op=True)])
 
         return timed(use)
 
@@ -613,8 +608,7 @@ def test_an_unreceived_message_does_not_block_the_others() -> None:
     comm = Comm()
     x, y = torch.full((200_000,), 1.0), torch.full((200_000,), 2.0)
     if comm.rank == 0:
-        for handle in comm.isend(x, 1, tag=1), comm.isend(y, 1, tag=2), comm.isend(y, 2):
-            handle.wait()
+        comm_contract.wait_for([comm.isend(x, 1, tag=1), comm.isend(y, 1, tag=2), comm.isend(y, 2)])
     elif comm.rank == 1:
         comm.recv(x, 2, tag=3)  # rank 2 sends it when it has heard from rank 0
         comm.recv(x, 0, tag=2)

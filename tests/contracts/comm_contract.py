@@ -2,7 +2,7 @@
 so results are compared on the spot. All numbers are small integers: exact in every dtype."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce as fold
 from typing import Any
 
@@ -102,6 +102,12 @@ def hold(operation: Callable[..., Handle | None], *args: object) -> None:
 
 
 WAYS = (block, hold)
+
+
+def wait_for(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        assert handle is not None
+        handle.wait()
 
 
 def kinds(sweep: bool, root: int = 0) -> Iterator[tuple[torch.dtype, int]]:
@@ -342,8 +348,7 @@ def point_to_point(comm: Comm, sweep: bool = False) -> None:
         arriving = torch.empty(9)
         comm.recv(arriving, behind, tag=k % 2)
         equal(arriving, given(behind, 9, salt=k), f"message {k}")
-    for send in reversed(sends):
-        send.wait()
+    wait_for(reversed(sends))
     # nobody keeps the handle
     for k in range(3):
         comm.isend(given(rank, 100_000, salt=k), ahead)

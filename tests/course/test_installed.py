@@ -1,13 +1,14 @@
 """The labs work from a checkout and from a wheel, with the notebook in another folder."""
 
 import os
-import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from command import run
 from places import ROOT
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
@@ -36,9 +37,8 @@ print(labkit.__file__, *EXERCISES)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
-    options = ["-q", "--no-deps", "-w", str(folder)]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT)
+    done = run(*command, status=None, timeout=300)
     if done.returncode and "hatchling" in done.stderr:
         pytest.skip("the build backend cannot be fetched here")
     assert done.returncode == 0, done.stderr
@@ -59,13 +59,8 @@ def environment(installed: Path) -> dict[str, str]:
 
 
 def test_the_same_exercises_are_there(wheel: Path, tmp_path: Path) -> None:
-    listings = [
-        subprocess.run(
-            [sys.executable, "-c", LISTING], cwd=tmp_path, env=environment(folder),
-            capture_output=True, text=True, timeout=60, check=True,
-        ).stdout.split()
-        for folder in (ROOT, wheel)
-    ]  # fmt: skip
+    listing = partial(run, sys.executable, "-c", LISTING, cwd=tmp_path, timeout=60)
+    listings = [listing(env=environment(folder)).stdout.split() for folder in (ROOT, wheel)]
     files = [str(folder / "labkit/__init__.py") for folder in (ROOT, wheel)]
     assert [listing[0] for listing in listings] == files
     assert listings[0][1:] == listings[1][1:] and "05.average_in_buckets" in listings[0]

@@ -170,8 +170,7 @@ def test_a_budget_is_met_with_the_least_recomputation():
         chosen.remove()
     assert again[0] == 0 < again[1] < again[2]
     assert recorded_peak(model) == most, "removed, the model is as it was"
-    with pytest.raises(ValueError, match="choose at least"):
-        choose_activations(model, lambda: loss_of(model), least - 10_000)
+    raises("choose at least", choose_activations, model, lambda: loss_of(model), least - 10_000)
 
 
 def test_frozen_blocks_have_no_backward():

@@ -16,7 +16,7 @@ from labkit.memory.edits import Choices
 from labkit.memory.offload import Offload
 from labkit.memory.peak import PeakMemory
 from labkit.memory.saved import saved_by
-from recorded_memory import use_core
+from recorded_memory import use_core, without_collector
 from tables import raises
 
 
@@ -293,13 +293,10 @@ def test_what_cannot_be_copied_leaves_no_memory_taken():
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     offload = offload_activations(model, smallest_bytes=0, in_flight=1, bus=Broken())
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(OSError, match="broken"), offload:
             model(torch.randn(8, 8))
         assert offload.host.used_bytes == 0
-    finally:
-        gc.enable()
 
 
 def test_arguments_that_cannot_be():

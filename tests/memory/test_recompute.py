@@ -22,7 +22,7 @@ from labkit.memory.flash_attention import FlashAttention
 from labkit.memory.policies import keep_products
 from labkit.models import GPT, PlainAttention
 from labkit.precision.autocasting import autocast
-from recorded_memory import layer_bytes, recorded_step, use_core
+from recorded_memory import layer_bytes, recorded_step, use_core, without_collector
 from tables import cases, raises
 
 Edit = Callable[[GPT], object]
@@ -503,11 +503,8 @@ def test_nothing_is_held_when_backward_is_over(policy: str) -> None:
             del y
         return gone() is None
 
-    gc.disable()
-    try:
+    with without_collector():
         assert run(0) and run(1) and run(2)
-    finally:
-        gc.enable()
 
 
 def test_memory_of_the_second_run_is_let_go() -> None:
@@ -667,8 +664,8 @@ def test_errors_of_the_function_pass_through() -> None:
 
 def test_unknown_options_and_models_without_blocks_are_refused() -> None:
     raises("check='all': choose shapes, values or none", recompute, torch.sin, leaf(), check="all")
-    with pytest.raises(ValueError, match="what='half': choose full, selective or a policy"):
-        Recompute(GPT.preset("tiny"), what="half")
+    tiny = GPT.preset("tiny")
+    raises("what='half': choose full, selective or a policy", Recompute, tiny, what="half")
     raises(r"Linear has no ModuleList.*blocks=\[...\]", Recompute, nn.Linear(2, 2))
     layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2)])
     raises("no module 'attn.core'.*core=.*self_attn", Recompute, layers, what="selective")

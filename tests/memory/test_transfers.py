@@ -10,7 +10,7 @@ from labkit.memory import timing
 from labkit.memory.bus import Bus
 from labkit.memory.timing import Buffers, Measured, Rig, measure, rates_of
 from labkit.memory.transfers import PACED, Part, Rates, Transfer, short, ways
-from tables import cases, refusals
+from tables import cases, raises, refusals
 from test_bus import LIMIT_S, HeldBus
 
 HALF, FULL = torch.float16, torch.float32
@@ -95,8 +95,8 @@ def test_rates_come_from_ways_of_one_part():
     assert found.bytes_per_s == {("copy", "cpu"): 100.0, ("bus", "cpu → cuda:0"): 20.0}
     paced = rates_of(measured, paced_gbps=16.0).bytes_per_s
     assert paced["bus", "cpu → paced"] == paced["bus", "paced → cpu"] == 2e9
-    with pytest.raises(ValueError, match="no rate is known for a cast in cpu; measure ways"):
-        found.predict_s(to_device("before"), 100)
+    words = "no rate is known for a cast in cpu; measure ways"
+    raises(words, found.predict_s, to_device("before"), 100)
 
 
 EVERY = ways(Bus())

@@ -9,6 +9,7 @@ from checkpoint_cases import load_and_go_on, save_and_go_on
 from harness import Change, Edit, around, on_ranks
 from labkit import RankError, World
 from labkit.checkpoints import folders, saving
+from tables import raises
 from test_checkpoint_failures import MOMENTS, killed, load, save
 
 pytestmark = pytest.mark.slow
@@ -47,8 +48,7 @@ def saves_and_loads(world: World, change: Change, folder: pathlib.Path) -> None:
 def test_a_faulty_checkpoint_changes_the_losses(
     world2: World, tmp_path: pathlib.Path, fault: Edit
 ) -> None:
-    with pytest.raises(AssertionError):
-        saves_and_loads(world2, fault, tmp_path)
+    raises("", saves_and_loads, world2, fault, tmp_path, error=AssertionError)
 
 
 def test_without_a_fault_the_losses_are_equal(world2: World, tmp_path: pathlib.Path) -> None:
@@ -59,8 +59,8 @@ def test_without_a_fault_the_losses_are_equal(world2: World, tmp_path: pathlib.P
 def test_an_item_that_no_rank_writes_is_noticed_at_the_save(
     world2: World, tmp_path: pathlib.Path, number: int
 ) -> None:
-    with pytest.raises(RankError, match="do not make up"):
-        saves_and_loads(world2, loses_an_item(number), tmp_path)
+    fault = loses_an_item(number)
+    raises("do not make up", saves_and_loads, world2, fault, tmp_path, error=RankError)
     assert not list(tmp_path.iterdir())
 
 
@@ -82,5 +82,4 @@ def test_a_save_in_the_wrong_order_loses_what_was_there(
     world2.run(save, tmp_path, 1)
     fault = Edit(label, folders.__name__, old, new)
     around(world2, fault, killed, tmp_path, MOMENTS[moment], 2)
-    with pytest.raises(RankError, match="not a finished checkpoint"):
-        world2.run(load, tmp_path)
+    raises("not a finished checkpoint", world2.run, load, tmp_path, error=RankError)

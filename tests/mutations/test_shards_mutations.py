@@ -8,19 +8,19 @@ from unittest.mock import patch
 import pytest
 
 from harness import Change, Replacement, around, edits, instead, noticed, on_ranks
-from labkit import Comm, GradScaler, Mesh, RankError, World, load_checkpoint, save_checkpoint
+from labkit import GradScaler, Mesh, RankError, World, load_checkpoint, save_checkpoint
 from labkit.checkpoints import boxes, contents, loading, saving, stored
 from labkit.checkpoints.boxes import Box, in_whole
 from labkit.parallel.common import clipping
 from labkit.parallel.zero import shares
 from labkit.parallel.zero3 import flat
 from labkit.precision import scaler as scaling
-from shard_cases import alone, built, loss_of, train
+from shard_cases import alone, built, train
 from test_checkpoints_tensor import AGREE, EARLY, LATE, expected_losses
 from test_checkpoints_tensor import (
     test_shards_of_other_sizes_move_where_data_parallel_ranks_cut as uneven,
 )
-from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled
+from test_clipping_shards import DP_TP, SGD, clipped_step, spoiled_step
 
 pytestmark = pytest.mark.slow
 
@@ -55,11 +55,7 @@ def test_a_scaler_that_asks_only_the_replicas_lets_ranks_diverge(worlds: Any) ->
         model, optimizer = built("zero-1", mesh, SGD)
         with patch.object(scaling, "check_owner", lambda *_: None):
             scaler = GradScaler(comm=mesh.dp)
-            scaler.scale(loss_of(model, 0, mesh.dp)).backward()
-            if Comm().rank == 3:
-                spoiled(model, optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            spoiled_step(scaler, model, optimizer, mesh.dp)
         return scaler.skipped
 
     assert worlds(4).run(run) == [0, 1, 0, 1]

@@ -10,6 +10,7 @@ from labkit import MLP, World, ZeroOptimizer, record
 from labkit.precision import master
 from labkit.precision.master import MasterWeights
 from labkit.trace import CATEGORIES
+from small_models import take_steps
 
 BUCKET_MB = 0.02
 WIDTH = 64
@@ -18,10 +19,7 @@ WIDTH = 64
 def train(layers: int, bucket_mb: float) -> None:
     model = MLP([WIDTH] * (layers + 1))
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, bucket_mb=bucket_mb, lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.ones(4, WIDTH)).sum().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: model(torch.ones(4, WIDTH)).sum())
 
 
 def gradients_beyond_the_share(layers: int, bucket_mb: float) -> int:

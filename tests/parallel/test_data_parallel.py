@@ -17,7 +17,7 @@ import labkit
 from data_parallel_contract import CASES, Branching, check_equal_to_single, weights_after
 from labkit import DDP, Comm, NaiveDDP, ParameterServer, Single, World, ZeRO3, ZeroOptimizer, listen
 from labkit.parallel.common.flat import cut
-from small_models import difference
+from small_models import difference, take_steps
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -131,11 +131,8 @@ def test_an_error_in_backward_does_not_spoil_the_next_step(strategy: str) -> Non
     raises("on purpose", model(torch.ones(1, 3).double()).sum().backward, error=RuntimeError)
     hook.remove()
     torchs = torch.optim.SGD(oracle.parameters(), lr=1.0)
-    for _ in range(2):
-        optimizer.zero_grad(), torchs.zero_grad()
-        model(torch.full((1, 3), Comm().rank + 1.0).double()).sum().backward()
-        oracle(torch.full((1, 3), 1.5).double()).sum().backward()
-        optimizer.step(), torchs.step()
+    take_steps(optimizer, lambda _: model(torch.full((1, 3), Comm().rank + 1.0).double()).sum())
+    take_steps(torchs, lambda _: oracle(torch.full((1, 3), 1.5).double()).sum())
     assert difference(state_of(model), oracle.state_dict()) < 1e-12
 
 
@@ -273,8 +270,7 @@ def test_replicas_start_as_rank_0s(strategy: str) -> None:
 
 @on_each_rank("world2")
 def test_plain_torch_loop_works_unchanged_and_without_warnings() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         model = DDP(nn.Linear(3, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for _ in range(3):

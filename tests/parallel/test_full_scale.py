@@ -9,6 +9,7 @@ import torch
 
 from labkit import DDP, GPT, Batch, MasterWeights, ZeRO3, ZeroOptimizer, dry_run, loss, predict
 from labkit.trace import CATEGORIES
+from small_models import take_steps
 
 SIZES = {"vocab": 10976, "width": 17408, "depth": 2, "heads": 136, "context": 2048}
 RANKS, LR = 64, 1e-4
@@ -31,10 +32,7 @@ def train(stage: int) -> None:
         model = GPT(**SIZES).to(torch.bfloat16)
         optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage=stage, lr=LR)
     x = torch.zeros(1, 64, dtype=torch.long)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss(model(x), Batch(x, x, x.numel())).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: loss(model(x), Batch(x, x, x.numel())))
 
 
 def test_the_model_has_the_parameters_of_its_name() -> None:

@@ -19,10 +19,8 @@ eight = world_fixture(8, timeout_s=30)
 
 
 def held_to_one_process(world: World, some: list[Case]) -> None:
-    def run() -> list[cases.Seen | None]:
-        return [cases.train(case) for case in some]
-
-    for case, seen in zip(some, zip(*world.run(run), strict=True), strict=True):
+    ranks = world.run(lambda: [cases.train(case) for case in some])
+    for case, seen in zip(some, zip(*ranks, strict=True), strict=True):
         cases.check(case, list(seen))
 
 

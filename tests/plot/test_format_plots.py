@@ -71,8 +71,7 @@ def test_flipping_a_bit_gives_the_number_of_that_pattern():
     assert shown.neighbors.value == "<b>infinity</b>"
     shown.pattern = 0
     assert "away from zero: 5.96046448e-8" in shown.neighbors.value
-    with pytest.raises(ValueError, match="not a bit pattern of fp16"):
-        shown.pattern = 1 << 16
+    raises("not a bit pattern of fp16", setattr, shown, "pattern", 1 << 16)
 
 
 def test_another_format_shows_the_nearest_number():

@@ -764,8 +764,7 @@ def test_plot_names_what_it_has():
         "step_memory, steps, timeline, transfers, view"
     )
     assert ", ".join(plot.__all__) == has and set(plot.__all__) <= set(dir(plot))
-    with pytest.raises(AttributeError, match=f"it has {has}"):
-        plot.histogram  # noqa: B018
+    raises(f"it has {has}", lambda: plot.histogram, error=AttributeError)
 
 
 widgets = pytest.mark.skipif(find_spec("ipywidgets") is None, reason="needs ipywidgets")

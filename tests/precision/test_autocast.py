@@ -347,8 +347,7 @@ def test_torchs_argument_order_is_reported(given: tuple[Any, ...]) -> None:
 def test_a_type_or_device_that_cannot_be_is_refused(
     dtype: torch.dtype, device: str | None, says: str
 ) -> None:
-    with pytest.raises(ValueError, match=says), autocast(dtype, device):
-        pass
+    raises(says, autocast(dtype, device).__enter__)
     with autocast(dtype, device, enabled=False):
         pass
 
@@ -358,13 +357,10 @@ def test_a_cpu_without_products_in_fp16_says_what_to_take(monkeypatch: pytest.Mo
         raise RuntimeError("\"addmm_impl_cpu_\" not implemented for 'Half'")
 
     monkeypatch.setattr(Tensor, "__matmul__", lacks)
-    with pytest.raises(
-        ValueError, match="no matmul in torch.float16 on this CPU; use torch.bfloat16"
-    ):
-        check_low_type(torch.float16, "cpu")
+    words = "no matmul in torch.float16 on this CPU; use torch.bfloat16"
+    raises(words, check_low_type, torch.float16, "cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is no CUDA device")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="this machine has no CUDA device"), autocast(LOW, "cuda"):
-        pass
+    raises("this machine has no CUDA device", autocast(LOW, "cuda").__enter__)

@@ -3,7 +3,6 @@
 import math
 import random
 import shutil
-import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from command import run
 from labkit.precision.formats import FORMATS, Exact, Format, decimal, floor_log2, format_of, rounded
 from labkit.precision.int8_blocks import Int8Blocks
 from tables import raises
@@ -170,15 +170,13 @@ int main(void) {
 def test_the_c_compiler_computes_so_in_128_bits(tmp_path: Path):
     source, program = tmp_path / "quad.c", tmp_path / "quad"
     source.write_text(QUAD_C)
-    built = subprocess.run(["gcc", "-O1", str(source), "-o", str(program)], capture_output=True)
-    if built.returncode:
+    if run("gcc", "-O1", source, "-o", program, status=None).returncode:
         pytest.skip("this gcc has no __float128")
     quad = FORMATS["binary128"]
     pairs = operands(quad)
     assert len(pairs) >= 200
     lines = "".join(f"{a:032x} {b:032x}\n" for a, b in pairs)
-    done = subprocess.run([str(program)], input=lines, capture_output=True, text=True, check=True)
-    for (a, b), line in zip(pairs, done.stdout.splitlines(), strict=True):
+    for (a, b), line in zip(pairs, run(program, input=lines).stdout.splitlines(), strict=True):
         assert [f"{x:032x}" for x in exact_results(quad, a, b)] == line.split(), f"{a:#x} {b:#x}"
 
 

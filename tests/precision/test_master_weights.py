@@ -10,6 +10,7 @@ from torch import nn
 from labkit import DDP, GPT, MasterWeights, dry_run
 from labkit.parallel.common.held import held
 from labkit.precision import master as master_weights
+from small_models import take_steps
 from tables import raises
 
 both = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,10 +122,7 @@ def test_its_state_is_loaded_into_another_run() -> None:
         return module, MasterWeights(module.parameters(), torch.optim.Adam, lr=0.1)
 
     def train(module: nn.Module, optimizer: MasterWeights) -> None:
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.ones(2, 5).half()).square().sum().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: module(torch.ones(2, 5).half()).square().sum(), 3)
 
     module, optimizer = start(0)
     train(module, optimizer)
@@ -148,10 +146,7 @@ def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
         model = GPT.preset("1M").bfloat16()
         wrapped = DDP(model)
         optimizer = MasterWeights(model.parameters(), torch.optim.AdamW)
-        for _ in range(2):
-            optimizer.zero_grad()
-            wrapped(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: wrapped(torch.zeros(1, 8, dtype=torch.long)).sum())
 
     elements = GPT.preset("1M").parameter_count
     parameters, gradients, optimizer, *_ = dry_run(train, ranks=4).ranks[0].memory[-1].held_bytes

@@ -20,6 +20,7 @@ from labkit.trace.graph import groups_like
 from labkit.trace.measures import communicating, length_s
 from laws import broken_laws
 from places import PUBLISHED
+from small_models import take_steps
 from tables import cases, raises
 
 PLAIN = Device("plain", {"float32": 1e9}, 1e9, 1e9, 0.0)
@@ -162,10 +163,7 @@ def test_what_cannot_be_replayed_is_refused(change: dict[str, object], message: 
 def train(strategy: str = "ddp", steps: int = 2, width: int = 60) -> None:
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
     wrapped, optimizer = RECIPES[strategy].build(model, Comm(), 1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        wrapped(torch.ones(5, width)).sum().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: wrapped(torch.ones(5, width)).sum(), steps)
 
 
 def ring_of_messages() -> None:
@@ -454,10 +452,7 @@ def train_in_tensor_parallel(sequence: bool) -> None:
     tensor_parallel(model, comm, sequence=sequence, gather_logits=False)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    for _ in range(2):
-        optimizer.zero_grad()
-        vocab_parallel_cross_entropy(model(tokens), tokens, comm).backward()
-        optimizer.step()
+    take_steps(optimizer, lambda _: vocab_parallel_cross_entropy(model(tokens), tokens, comm))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["tensor", "sequence"])

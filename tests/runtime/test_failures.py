@@ -21,7 +21,7 @@ import labkit
 from labkit import CollectiveMismatch, Comm, CommError, Link, RankError, RankInterrupt, World
 from provoke import gone, interrupted, until
 from tables import cases, raises
-from worlds import on_each_rank, world_fixture
+from worlds import on_each_rank, on_ranks_of_its_own, world_fixture
 
 PATIENCE_S = 10.0  # "within 2 s" on a machine that has other things to do
 
@@ -32,12 +32,11 @@ hasty = world_fixture(3, timeout_s=2)
 def failure(world: World, fn: Callable[..., Any], *args: Any, **expected: Any) -> str:
     """The text of a run's error, whose kind and ranks are those expected; after it the world must
     work as if nothing had been."""
-    with pytest.raises(RankError) as info:
-        world.run(fn, *args)
+    error = raises("", world.run, fn, *args, error=RankError)
     assert_works(world)
-    assert not isinstance(info.value, KeyboardInterrupt)
-    assert {name: getattr(info.value, name) for name in expected} == expected, info.value
-    return str(info.value)
+    assert not isinstance(error, KeyboardInterrupt)
+    assert {name: getattr(error, name) for name in expected} == expected, error
+    return str(error)
 
 
 def quick_failure(world: World, fn: Callable[..., Any], *args: Any, **expected: Any) -> str:
@@ -570,13 +569,10 @@ def test_a_long_computation_and_an_error_that_was_caught_are_no_hang() -> None:
     sum_of_ones()
 
 
+@on_ranks_of_its_own(2, timeout_s=20, link=Link(gbps=0.003))
 def test_a_slow_link_is_not_a_deadlock() -> None:
-    def slow() -> None:
-        Comm().all_reduce(x := torch.ones(100_000))
-        assert x.eq(2).all()
-
-    with World(2, timeout_s=20, link=Link(gbps=0.003)) as world:
-        world.run(slow)
+    Comm().all_reduce(x := torch.ones(100_000))
+    assert x.eq(2).all()
 
 
 @on_each_rank("world")

@@ -6,6 +6,7 @@ import torch
 from labkit import DDP, GPT, MLP, Batch, Comm, Single, World, attach, loss, record
 from labkit.trace import Trace
 from laws import broken_laws
+from small_models import take_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -56,10 +57,8 @@ def test_ddp_on_a_shared_gpu_equals_single() -> None:
         model = strategy(module, comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         rows = torch.randn(12, 7, generator=torch.Generator().manual_seed(1)).double().to(device)
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(rows.chunk(comm.size)[comm.rank]).square().mean().backward()
-            optimizer.step()
+        mine = rows.chunk(comm.size)[comm.rank]
+        take_steps(optimizer, lambda _: model(mine).square().mean(), 5)
         return module.weight.detach()
 
     with World(1) as one, World(torch.cuda.device_count() + 1) as world:
@@ -80,10 +79,7 @@ def recorded_training() -> Trace:
     tokens = torch.randint(0, 256, (8, 65), device=me.device)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 8 * 64)
     with record(detail_step=3) as trace:
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss(model(batch.x), batch).backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: loss(model(batch.x), batch), 4)
     return trace
 
 
@@ -108,10 +104,7 @@ def test_memory_by_category_is_what_cuda_has_allocated() -> None:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         x = torch.ones(32, 64, device=me.device)
         with record(detail_step=1) as trace:
-            for _ in range(2):
-                optimizer.zero_grad()
-                module(x).sum().backward()
-                optimizer.step()
+            take_steps(optimizer, lambda _: module(x).sum())
         torch.cuda.synchronize()
         last = trace.step(1).ranks[me.rank].memory[-1]
         tensors = 4 * len(list(module.parameters())) + 8

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import comm_contract
 import labkit.comm
-from comm_contract import PLAIN, check, reduced
-from labkit import Comm, CommError, Handle, Mesh, RankError, RankInterrupt, World, listen
+from comm_contract import PLAIN, check, reduced, wait_for
+from labkit import Comm, CommError, Mesh, RankError, RankInterrupt, World, listen
 from labkit.comm import here
 from labkit.runtime import folders
 from labkit.runtime.transports.shm import collectives, region, ring, slots
@@ -28,7 +28,7 @@ from labkit.runtime.transports.shm.ring import Inbox, Outbox
 from provoke import gone, interrupted, shared_folders
 from tables import raises
 from test_transport import transports
-from worlds import on_each_rank, world_fixture
+from worlds import on_each_rank, on_ranks_of_its_own, world_fixture
 
 MEMORY = Path("/dev/shm")
 SLOT = slots.SLOT_BYTES
@@ -49,12 +49,6 @@ def with_tiny_pieces() -> None:
     """Slots of 1 KiB, rings of 256 bytes: before the first operation of a world."""
     slots.SLOT_BYTES, collectives.AT_ONCE_BYTES = 1024, 64
     ring.RING_BYTES, ring.GRAIN_BYTES, ring.MAX_UNTAKEN = 256, 64, 16
-
-
-def wait_for(handles: Iterable[Handle | None]) -> None:
-    for handle in handles:
-        assert handle is not None
-        handle.wait()
 
 
 # --- results -----------------------------------------------------------------------------------
@@ -88,13 +82,10 @@ def test_the_contract_in_tiny_pieces(size: int) -> None:
 
 
 @pytest.mark.slow
+@on_ranks_of_its_own(8, transport="shm")
 def test_eight_ranks_on_few_cores() -> None:
-    def all_but_long_tensors() -> None:
-        for part in comm_contract.CONTRACT[:-1]:
-            part(Comm())
-
-    with World(8, transport="shm") as world:
-        world.run(all_but_long_tensors)
+    for part in comm_contract.CONTRACT[:-1]:
+        part(Comm())
 
 
 def ours_and_gloos(op: str) -> list[torch.Tensor]:
@@ -294,18 +285,16 @@ def test_a_waiting_rank_does_not_spin(world2: World) -> None:
     assert world2.run(waiting_s)[1] < 1
 
 
+@on_ranks_of_its_own(3, transport="shm")
 def test_without_futexes_waiting_ranks_poll() -> None:
-    def napping() -> None:
-        region._system_call = None
-        comm_contract.all_gather(Comm())
-        comm_contract.point_to_point(Comm())
-        comm_contract.in_flight(Comm())
-
-    with World(3, transport="shm") as world:
-        world.run(napping)
+    region._system_call = None
+    comm_contract.all_gather(Comm())
+    comm_contract.point_to_point(Comm())
+    comm_contract.in_flight(Comm())
 
 
 @pytest.mark.slow
+@on_ranks_of_its_own(2, transport="shm", timeout_s=0.5, check=False)
 def test_a_rank_that_is_late_is_a_comm_error() -> None:
     calls: list[Callable[[Comm, torch.Tensor], Any]] = [
         lambda comm, x: comm.barrier(),
@@ -320,14 +309,10 @@ def test_a_rank_that_is_late_is_a_comm_error() -> None:
         late = ("failed: Timed out waiting 1.5 s for",)
         raises(late, call, group, torch.ones(3), error=CommError)
 
-    def rank_0_waits() -> None:
-        groups = [Comm().subgroup([0, 1]) for _ in calls]  # an error breaks a group
-        if Comm().rank == 0:
-            with ThreadPoolExecutor(len(calls)) as pool:
-                list(pool.map(wait, groups, calls))
-
-    with World(2, transport="shm", timeout_s=0.5, check=False) as world:
-        world.run(rank_0_waits)
+    groups = [Comm().subgroup([0, 1]) for _ in calls]  # an error breaks a group
+    if Comm().rank == 0:
+        with ThreadPoolExecutor(len(calls)) as pool:
+            list(pool.map(wait, groups, calls))
 
 
 @pytest.mark.slow

@@ -102,18 +102,13 @@ def test_ranks_may_give_different_parts(world4: World) -> None:
 
 
 def test_ranks_that_disagree_are_reported(world2: World) -> None:
-    like = torch.empty(0)
-
-    def another_size(comm: Comm) -> None:
-        comm.symmetric_empty(50_000 * (1 + comm.rank), like)
-
-    def another_type(comm: Comm) -> None:
-        comm.symmetric_empty(50_000, like.double() if comm.rank else like)
-
-    def another_operation(comm: Comm) -> None:
-        comm.all_reduce(torch.zeros(50_000)) if comm.rank else comm.symmetric_empty(50_000, like)
-
-    for call in (another_size, another_type, another_operation):
+    """About the size, the type, the operation."""
+    like, x = torch.empty(0), torch.zeros(50_000)
+    for call in (
+        lambda comm: comm.symmetric_empty(50_000 * (1 + comm.rank), like),
+        lambda comm: comm.symmetric_empty(50_000, like.double() if comm.rank else like),
+        lambda comm: comm.all_reduce(x) if comm.rank else comm.symmetric_empty(50_000, like),
+    ):
         raises("symmetric_empty", world2.run, lambda call: call(Comm()), call, error=RankError)
     negative = "-5 elements; choose 0 or more"
     raises(negative, world2.run, lambda: filled(-5, 0), error=RankError)

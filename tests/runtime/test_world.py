@@ -488,10 +488,7 @@ def test_a_world_that_is_dropped_ends_its_ranks(temporary_folder: Path) -> None:
 
 
 def test_a_fork_made_by_a_function_does_not_delete_at_end_its_rank(world2: World) -> None:
-    def forks() -> str:
-        return "parent" if os.fork() else "child"
-
-    assert world2.run(forks) == ["parent", "parent"]
+    assert world2.run(lambda: "parent" if os.fork() else "child") == ["parent", "parent"]
     assert world2.run(lambda: Comm().rank) == [0, 1]
 
 

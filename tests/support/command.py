@@ -24,14 +24,17 @@ def command(
     return " ".join(done.output.replace("│", " ").split())  # typer's own stand in a box
 
 
-def python(
-    *args: object, status: int | None = 0, timeout: float = 100, **options: Any
+def run(
+    *words: object, status: int | None = 0, timeout: float = 100, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A Python that finds labkit, run to its end; it must end with this status, unless None."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
-    words = [sys.executable, *map(str, args)]
-    done = subprocess.run(
-        words, env=env, capture_output=True, text=True, timeout=timeout, **options
-    )
-    assert status in (done.returncode, None), done.stdout[-3000:] + done.stderr[-3000:]
+    """A program, run to its end; it must end with this status, unless None."""
+    words = tuple(map(str, words))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, **options)
+    assert status in (done.returncode, None), done.stdout[-6000:] + done.stderr[-3000:]
     return done
+
+
+def python(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`run` of a Python that finds labkit."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
+    return run(sys.executable, *words, env=env, **options)

@@ -1,11 +1,9 @@
 """What a pipeline promises, on ranks: for test_pipeline.py and test_pipeline_mutations.py."""
 
 import copy
-import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +17,7 @@ from labkit.parallel.pipeline.pipeline import Pipeline
 from labkit.parallel.splitting import split
 from labkit.schedules import Action, Schedule, peak_in_flight, run_order, schedule
 from labkit.schedules.actions import chunks_of
+from recorded_memory import without_collector
 from small_models import Custom, difference
 
 SYNCHRONOUS = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-h2": 1}
@@ -177,17 +176,6 @@ def sends_exactly_its_bytes(name: str) -> None:
         assert {e.op for e in events} <= {"send", "recv"}
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """What is freed in this block is freed without the collector of cycles."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class SavedBox:
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -311,11 +299,7 @@ def outputs_go_when_they_are_sent() -> None:
 
     held: list[int] = []
     stages = [Custom(output, weight=nn.Parameter(torch.ones(3).double())) for _ in range(comm.size)]
-
-    def loss(out: Tensor, y: Tensor) -> Tensor:
-        return (out * y).mean()
-
-    pipe = Pipeline(stages, comm, "gpipe", 8, loss)
+    pipe = Pipeline(stages, comm, "gpipe", 8, lambda out, y: (out * y).mean())
     mail = pipe._p2p
     receive = mail.receive
 

@@ -1,6 +1,8 @@
-"""What a GPT keeps from forward to backward, as a recording counts it."""
+"""What a GPT keeps from forward to backward, as a recording counts it; what is freed at once."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +48,17 @@ def kept_bytes(one: RankTrace) -> int:
     """Activations when forward has ended."""
     (ended_s,) = (x.ended_s for x in one.spans if x.kind == "GPT" and x.phase == "forward")
     return [x for x in one.memory if x.when_s <= ended_s][-1].held_bytes[ACTIVATIONS]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What is freed in this block is freed without the collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def layer_bytes(step: Callable[..., RankTrace], *sizes: Any, **options: Any) -> float:

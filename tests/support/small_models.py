@@ -1,4 +1,4 @@
-"""What many tests of strategies need: modules in one line, and how far weights are apart."""
+"""What many tests of strategies need: modules and steps in one line, how far weights are apart."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +17,14 @@ class Custom(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+def take_steps(optimizer: Any, loss: Callable[[int], Tensor], count: int = 2) -> None:
+    """Train: `loss(step)` is the loss of each of `count` steps."""
+    for step in range(count):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
 
 
 class Difference(float):

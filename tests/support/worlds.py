@@ -40,3 +40,19 @@ def on_each_rank(fixture: str) -> Callable[[Callable[..., None]], Callable[..., 
         return test
 
     return decorate
+
+
+def on_ranks_of_its_own(size: int, **options: Any) -> Callable[..., Callable[..., None]]:
+    """The test runs on each rank of a `World(size, **options)` that no other test has."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(**kwargs: Any) -> None:
+            from labkit import World
+
+            with World(size, **options) as world:
+                world.run(body, **kwargs)
+
+        return test
+
+    return decorate

@@ -131,8 +131,7 @@ def test_a_line_is_read(text: str, name: str, expected: object) -> None:
 def test_other_lines_are_passed_over() -> None:
     log = parsed("step 1 loss 2.3", line("Setting affinity for GPU 3"), "", "\x00\udc80")
     assert (log.lines, log.understood, log.communicators) == (1, 0, [])
-    with pytest.raises(ValueError, match="no communicator; run with NCCL_DEBUG=INFO"):
-        log.main  # noqa: B018
+    raises("no communicator; run with NCCL_DEBUG=INFO", lambda: log.main)
 
 
 def test_communicators_are_kept_apart_and_the_largest_is_first() -> None:

@@ -232,19 +232,16 @@ def test_own_spans_and_metrics() -> None:
 
 
 def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="steps count from 0"), record(detail_step=-1):
-        pass
+    raises("steps count from 0", record(detail_step=-1).__enter__)
     with record(), pytest.raises(RuntimeError, match="already"), record():
         pass
     (tmp_path / "notes.txt").write_text("notes")
-    with pytest.raises(ValueError, match="not a labkit run"), record(tmp_path):
-        pass
+    raises("not a labkit run", record(tmp_path).__enter__)
     assert (tmp_path / "notes.txt").read_text() == "notes"
     # Under torchrun the group comes first.
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"labkit.attach\(\)"), record():
-        pass
+    raises(r"labkit.attach\(\)", record().__enter__, error=RuntimeError)
 
 
 def states_of(states: Any) -> tuple[int, int, int]:
@@ -455,8 +452,7 @@ def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> No
     assert [len(trace.step(k).ranks[1].comms) for k in trace.steps()] == [0, 0, 1, 0]
     again = read_run(tmp_path / "run")
     assert again == trace and again.about["note"] == "twice"
-    with pytest.raises(ValueError, match="holds a run already"), record(tmp_path / "run"):
-        pass
+    raises("holds a run already", record(tmp_path / "run").__enter__)
     with record(tmp_path / "run", replace=True) as trace:
         world.run(train, None, 1)
     assert trace.steps() == [0]
@@ -597,10 +593,8 @@ def test_an_optimizer_step_that_fails_does_not_swallow_the_next() -> None:
 
 
 def test_nothing_is_kept_or_recorded_after_the_block() -> None:
-    def forward(self: Any, n: int) -> torch.Tensor:
-        return self.table[:n]
-
-    model, inner = Custom(forward, table=nn.Parameter(torch.ones(4, 3))), nn.Linear(3, 1)
+    model = Custom(lambda model, n: model.table[:n], table=nn.Parameter(torch.ones(4, 3)))
+    inner = nn.Linear(3, 1)
     keep = model(3).sum()
     with record() as trace:
         keep = inner(model(3)).sum()

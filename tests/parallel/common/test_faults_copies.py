@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import labkit
 from command import python
 from labkit import DDP, Comm, Mesh, NaiveDDP, ParameterServer, Single, World, ZeroOptimizer, listen
+from small_models import take_steps
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -182,10 +183,7 @@ def served(model: Any, seed: int) -> list[torch.Tensor]:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if isinstance(model, ParameterServer):
         optimizer = model.pull_after(optimizer)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(batch(seed + step)).square().mean().backward()
-        optimizer.step()
+    take_steps(optimizer, lambda step: model(batch(seed + step)).square().mean())
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -201,13 +199,7 @@ def test_a_copied_parameter_server_serves_with_an_optimizer_of_its_own() -> None
 
 
 def asynchronous(model: labkit.AsyncParameterServer) -> list[torch.Tensor]:
-    def work() -> None:
-        for step in range(3):
-            model.zero_grad()
-            model(batch(step)).square().mean().backward()
-            model.step()
-
-    model.run(work)
+    model.run(lambda: take_steps(model, lambda step: model(batch(step)).square().mean(), 3))
     return [p.detach().clone() for p in model.parameters()]
 
 
@@ -222,10 +214,8 @@ def test_a_copied_asynchronous_server_goes_on_where_the_original_was() -> None:
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    optimizer.zero_grad()
     x = batch(seed).to(next(model.parameters()).dtype)
-    model(x).square().mean().backward()
-    optimizer.step()
+    take_steps(optimizer, lambda _: model(x).square().mean(), 1)
 
 
 @on_each_rank("world2")

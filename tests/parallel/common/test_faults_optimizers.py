@@ -1,7 +1,7 @@
 """Gradients clipped, set by hand, frozen or thawed before a step: as in torch, or refused."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ import labkit
 from labkit import DDP, Comm, MasterWeights, World, ZeRO3, ZeroOptimizer, clip_grad_norm
 from labkit.parallel.common.sharder import full_state_dict
 from shard_cases import optimizer_of, wrapped
-from small_models import Custom, difference
+from small_models import Custom, difference, take_steps
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -58,10 +58,12 @@ def check_equal(model: nn.Module, oracle: nn.Module, atol: float = 1e-10) -> Non
     assert difference(full_state_dict(model), oracle.state_dict()) <= atol
 
 
-def built(strategy: str) -> tuple[nn.Module, Any]:
-    model = wrapped(strategy, fresh())
-    make = partial(SGD, **MOMENTUM)
-    return model, optimizer_of(strategy, model.parameters(), make, Comm(), bucket_mb=1e-4)
+def built(strategy: str, frozen: bool = True, seed: int = 0) -> tuple[nn.Module, Any]:
+    """`frozen`: whether the optimizer is given the frozen parameters, too."""
+    model = wrapped(strategy, fresh(seed))
+    params = list(model.parameters()) if frozen else trained(model)
+    make = partial(SGD, lr=0.1 + seed, momentum=0.9)
+    return model, optimizer_of(strategy, params, make, Comm(), bucket_mb=1e-4)
 
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
@@ -184,18 +186,20 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
         raises("are not all of its parameters; pass the Z", clip_grad_norm, given, 1.0)
 
 
-def both(stage: int, **options: Any) -> list[tuple[Any, Any, Callable[..., torch.Tensor]]]:
-    """A model, its optimizer, and which rows it trains on: with ZeRO this rank's, with SGD all."""
+def both(stage: int, **options: Any) -> Iterator[tuple[Any, Any, Callable[..., torch.Tensor]]]:
+    """A model, its optimizer, and which rows it trains on: with ZeRO this rank's, with SGD all.
+    In the end, both must have the same weights."""
     options = options or MOMENTUM
     model, oracle = fresh(), fresh()
-    ours = ZeroOptimizer(model.parameters(), SGD, stage, bucket_mb=1e-4, **options)
-    return [(model, ours, mine), (oracle, SGD(oracle.parameters(), **options), lambda x: x)]
+    yield model, ZeroOptimizer(model.parameters(), SGD, stage, bucket_mb=1e-4, **options), mine
+    yield oracle, SGD(oracle.parameters(), **options), lambda x: x
+    check_equal(model, oracle)
 
 
 @stages
 @on_each_rank("world")
 def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage: int) -> None:
-    (model, ours, _), (oracle, torchs, _) = pair = both(stage)
+    (model, ours, _), (oracle, torchs, _) = pair = [*both(stage)]
     for net, _, rows in pair:
         loss_of(net, rows(batch())).backward()
     p = model.embed.weight
@@ -225,8 +229,7 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
 @pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", ""])
 @on_each_rank("world")
 def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) -> None:
-    pair = both(stage)
-    for model, optimizer, rows in pair:
+    for model, optimizer, rows in both(stage):
         for step in range(3):
             if zero:
                 optimizer.zero_grad()
@@ -238,28 +241,24 @@ def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) 
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_replaces_what_backward_left(stage: int) -> None:
-    pair = both(stage)
-    for model, optimizer, rows in pair:
+    for model, optimizer, rows in both(stage):
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, rows(batch(step))).backward()
             model.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
             model.norm.bias.grad = None
             optimizer.step()
-    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
-    pair = both(stage)
-    for model, optimizer, rows in pair:
+    for model, optimizer, rows in both(stage):
         x = rows(batch())
         model.embed.weight.grad = torch.ones(5, 5).double()
         model.norm.bias.grad = torch.ones(5).double()
@@ -268,7 +267,6 @@ def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
         loss_of(model, x).backward()
         torch.autograd.grad(loss_of(model, x), trained(model))  # changes nothing
         optimizer.step()
-    check_equal(pair[0][0], pair[1][0])
 
 
 DROPS: dict[str, Callable[[Any, Any], None]] = {
@@ -283,8 +281,7 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
 def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, drop: str) -> None:
-    pair = both(stage, weight_decay=0.1, lr=0.1)
-    for model, optimizer, rows in pair:
+    for model, optimizer, rows in both(stage, weight_decay=0.1, lr=0.1):
         no_sync = getattr(optimizer, "no_sync", nullcontext)
         for _ in range(2):
             for micro in range(3):
@@ -296,20 +293,17 @@ def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, d
             DROPS[drop](model, optimizer)
         if not quiet:
             optimizer.step()  # on zeros, weight decay counts
-    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
-    pair = both(stage)
-    for model, optimizer, rows in pair:
+    for model, optimizer, rows in both(stage):
         for step in range(5):
             model.norm.requires_grad_(step not in (1, 2))
             optimizer.zero_grad()
             loss_of(model, rows(batch(step))).backward()
             optimizer.step()
-    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
@@ -350,23 +344,14 @@ def test_a_gradient_set_by_hand_in_bf16_steps_on_the_master(stage: int) -> None:
 def test_a_checkpoint_loads_whether_or_not_its_optimizer_had_the_frozen_parameters(
     strategy: str, saved_all: bool, tmp_path: Path
 ) -> None:
-    def built(everything: bool, seed: int) -> tuple[nn.Module, Any]:
-        model = wrapped(strategy, fresh(seed))
-        params = list(model.parameters()) if everything else trained(model)
-        make = partial(SGD, lr=0.1 + seed, momentum=0.9)
-        return model, optimizer_of(strategy, params, make, Comm(), bucket_mb=25)
-
     def train(model: nn.Module, optimizer: Any) -> None:
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(model, mine(batch(step))).backward()
-            optimizer.step()
+        take_steps(optimizer, lambda step: loss_of(model, mine(batch(step))))
 
-    model, optimizer = built(saved_all, 0)
+    model, optimizer = built(strategy, saved_all)
     train(model, optimizer)
     labkit.save_checkpoint(tmp_path, model, optimizer)
     train(model, optimizer)
-    other, resumed = built(not saved_all, 1)
+    other, resumed = built(strategy, not saved_all, seed=1)
     labkit.load_checkpoint(tmp_path, other, resumed)
     assert resumed.param_groups[0]["lr"] == 0.1
     train(other, resumed)

@@ -13,7 +13,7 @@ from labkit.parallel.ddp import comm_hooks
 from labkit.parallel.ddp.comm_hooks import bf16_compress_hook, fp16_compress_hook
 from small_models import difference
 from tables import cases, raises
-from worlds import on_each_rank
+from worlds import on_each_rank, on_ranks_of_its_own
 
 CHECKS = [
     ddp_checks.buckets_follow_the_order_of_arrival,
@@ -108,30 +108,26 @@ def test_an_error_in_the_first_backward_leaves_the_order_to_the_next() -> None:
     assert model._arrived is None
 
 
+@on_ranks_of_its_own(2, link=Link(gbps=0.05))
 def test_a_backward_cut_short_does_not_reach_into_the_next_one() -> None:
     """Its gradients are still on the wire when the next one fills the buckets."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
+    model = DDP(module, bucket_mb=0.03)
+    x = torch.randn(4, 64, dtype=torch.float64) * (1 + Comm().rank)
 
-    def run() -> None:
-        torch.manual_seed(0)
-        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).double()
-        model = DDP(module, bucket_mb=0.03)
-        x = torch.randn(4, 64, dtype=torch.float64) * (1 + Comm().rank)
+    def fail(_: torch.Tensor) -> None:
+        raise KeyError("on purpose")
 
-        def fail(_: torch.Tensor) -> None:
-            raise KeyError("on purpose")
+    def gradients(fails: bool = False) -> dict[str, torch.Tensor]:
+        hook = module[0].weight.register_hook(fail) if fails else None
+        model.zero_grad()
+        with suppress(KeyError):
+            (model(x).square().sum() * (100 if fails else 1)).backward()
+        if hook:
+            hook.remove()
+        return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
 
-        def gradients(fails: bool = False) -> dict[str, torch.Tensor]:
-            hook = module[0].weight.register_hook(fail) if fails else None
-            model.zero_grad()
-            with suppress(KeyError):
-                (model(x).square().sum() * (100 if fails else 1)).backward()
-            if hook:
-                hook.remove()
-            return {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-
-        expected = gradients()
-        gradients(fails=True)
-        assert difference(gradients(), expected) < 1e-12
-
-    with World(2, link=Link(gbps=0.05)) as slow:
-        slow.run(run)
+    expected = gradients()
+    gradients(fails=True)
+    assert difference(gradients(), expected) < 1e-12

@@ -15,6 +15,7 @@ from labkit.holdings import Footprint
 from labkit.recipes import RECIPES
 from labkit.replaying import replay
 from labkit.trace import split_of
+from small_models import take_steps
 from tables import raises
 from worlds import on_each_rank, world_fixture
 
@@ -132,10 +133,7 @@ def step_s(strategy: str, ranks: int) -> float:
     def train() -> None:
         module = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(4)])
         model, optimizer = RECIPES[strategy].build(module, Comm(), 1e-3)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(8, 1024)).sum().backward()
-            optimizer.step()
+        take_steps(optimizer, lambda _: model(torch.ones(8, 1024)).sum())
 
     where = replace(cluster("selene"), nodes=ranks, devices_per_node=1)
     return split_of(replay(dry_run(train, ranks=ranks), where)).step_s

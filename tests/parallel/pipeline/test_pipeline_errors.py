@@ -20,7 +20,7 @@ from labkit.schedules import Action, ScheduleError, schedule
 from pipeline_cases import gpt
 from small_models import Custom
 from tables import cases, raises
-from worlds import on_each_rank
+from worlds import on_each_rank, on_ranks_of_its_own
 
 
 def stages(count: int = 2) -> list[nn.Module]:
@@ -217,22 +217,19 @@ def test_a_rank_that_is_killed_in_the_middle_ends_the_run() -> None:
 
 
 @pytest.mark.slow
+@on_ranks_of_its_own(2, timeout_s=2, check=False)
 def test_a_message_that_does_not_come_is_named() -> None:
-    def run() -> None:
-        pipe = make(stages(), microbatches=4, schedule="gpipe")
-        if Comm().rank == 1:
-            pipe._p2p.send = lambda message, x: None
-            with suppress(CommError):
-                pipe.step(X, X)
-            return
-        words = ("stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), "
-                 "which did not arrive: recv failed")  # fmt: skip
-        raises((words,), pipe.step, X, X, error=CommError)
-        words = "the last step of this pipeline failed"
-        raises((words,), pipe.step, X, X, error=RuntimeError)
-
-    with World(2, timeout_s=2, check=False) as world:
-        world.run(run)
+    pipe = make(stages(), microbatches=4, schedule="gpipe")
+    if Comm().rank == 1:
+        pipe._p2p.send = lambda message, x: None
+        with suppress(CommError):
+            pipe.step(X, X)
+        return
+    words = ("stage 0 (rank 0) waited for the gradient of micro-batch 0 from stage 1 (rank 1), "
+             "which did not arrive: recv failed")  # fmt: skip
+    raises((words,), pipe.step, X, X, error=CommError)
+    words = "the last step of this pipeline failed"
+    raises((words,), pipe.step, X, X, error=RuntimeError)
 
 
 def test_the_error_of_a_stage_keeps_its_cause() -> None:

@@ -54,8 +54,7 @@ def test_clipping_is_by_the_norm_of_all_stages(how: str, tied: bool, norm_type: 
     pipe.step(x, x)
     trained: Any = pipe if how == "pipeline" else SGD(pipe.parameters(), 0.1)
     assert norm > 0.05
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert clip_grad_norm(trained, 0.05, norm_type).item() == pytest.approx(norm, rel=1e-6)
     wanted = dict(whole.named_parameters(remove_duplicate=False))
     for name, p in pipe.module.named_parameters():
@@ -179,8 +178,7 @@ def test_a_pipeline_may_change_its_type_between_steps() -> None:
 @on_each_rank("world4")
 def test_a_loss_of_one_element_and_an_input_that_wants_a_gradient() -> None:
     x = X.clone().requires_grad_()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         loss = pipe_of(*linear(), loss_fn=lambda a, b: F.mse_loss(a, b).reshape(1)).step(x, Y)
     expected = pipe_of(*linear()).step(X, Y)
     assert not caught and (loss is None) == (Comm().rank % 2 == 0)

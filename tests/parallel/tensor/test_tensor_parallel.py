@@ -17,7 +17,7 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from small_models import difference
 from tables import cases, raises
 from tensor_contract import check_equal_to_single, check_with_bytes, model_of, with_sequence
-from worlds import on_each_rank, world_fixture
+from worlds import on_each_rank, on_ranks_of_its_own, world_fixture
 
 WAYS = {"tensor": tensor_parallel, "sequence": with_sequence}
 ways = pytest.mark.parametrize("way", WAYS)
@@ -258,10 +258,7 @@ def test_what_differs_between_the_ranks_is_found(what: str, words: str, world2: 
     raises(words, world2.run, run, error=RankError)
 
 
+@on_ranks_of_its_own(2, check=False)
 def test_without_checks_nothing_is_compared() -> None:
-    def run() -> None:
-        model = tensor_parallel(model_of(), Comm())
-        assert model(torch.full((2, 12), Comm().rank)).isfinite().all()
-
-    with World(2, check=False) as unchecked:
-        unchecked.run(run)
+    model = tensor_parallel(model_of(), Comm())
+    assert model(torch.full((2, 12), Comm().rank)).isfinite().all()

@@ -184,11 +184,9 @@ def test_a_refused_layer_stays_whole() -> None:
 
 
 def test_an_input_inside_a_container_is_compared(world2: World) -> None:
-    def forward(model: Any, batch: Any, *, more: Any = None) -> Any:
-        return model.mlp(batch["x"][0])
-
     def run(where: str) -> None:
-        model = tensor_parallel(Custom(forward, mlp=gated()), Comm())
+        layer = Custom(lambda m, batch, *, more=None: m.mlp(batch["x"][0]), mlp=gated())
+        model = tensor_parallel(layer, Comm())
         same, other = torch.ones(2, 3, 8), torch.full((2, 3, 8), float(Comm().rank))
         batch = {"x": [other if where == "in a list" else same]}
         model(batch, more=(other,) if where == "by name" else None)

@@ -13,9 +13,9 @@ from torch import nn
 from data_parallel_contract import CASES, MODELS, OPTIMIZERS, Strategy, check_equal_to_single
 from labkit import GPT, Comm, Link, Text, World, ZeroOptimizer, dry_run, listen, loss, record
 from labkit.events import CommEvent
-from small_models import Custom, difference
+from small_models import Custom, difference, take_steps
 from tables import raises
-from worlds import on_each_rank, world_fixture
+from worlds import on_each_rank, on_ranks_of_its_own, world_fixture
 
 SHARDED = {1: ("optimizer_bytes",), 2: ("gradient_bytes", "optimizer_bytes")}
 
@@ -62,24 +62,21 @@ def test_parameters_that_arrive_in_the_next_forward_are_the_same(case: str) -> N
     assert difference(*states) == 0
 
 
+@on_ranks_of_its_own(2, link=Link(gbps=0.1))
 def test_a_part_of_the_model_called_directly_waits_for_what_it_reads() -> None:
-    def run() -> None:
-        # It reads the weights of a child that it does not call, as attention does.
-        child = nn.Linear(300, 300, bias=False)
-        part = Custom(lambda m, x: nn.functional.linear(x, m.child.weight), child=child)
-        model = nn.Sequential(nn.Linear(300, 300), part)
-        optimizer = ZeroOptimizer(model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0)
-        x = torch.ones(1, 300)
-        before = part(x).detach()
-        model(x).sum().backward()
-        optimizer.step()
-        now = part(x).detach()
-        optimizer.wait()
-        assert (now - before).abs().max() > 0 and torch.equal(now, part(x))
-        assert torch.equal(copy.deepcopy(model)(x), model(x))
-
-    with World(2, link=Link(gbps=0.1)) as world:
-        world.run(run)
+    # It reads the weights of a child that it does not call, as attention does.
+    child = nn.Linear(300, 300, bias=False)
+    part = Custom(lambda m, x: nn.functional.linear(x, m.child.weight), child=child)
+    model = nn.Sequential(nn.Linear(300, 300), part)
+    optimizer = ZeroOptimizer(model.parameters(), SGD, bucket_mb=0.1, gather_in=model, lr=1.0)
+    x = torch.ones(1, 300)
+    before = part(x).detach()
+    model(x).sum().backward()
+    optimizer.step()
+    now = part(x).detach()
+    optimizer.wait()
+    assert (now - before).abs().max() > 0 and torch.equal(now, part(x))
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
 @on_each_rank("world2")
@@ -229,8 +226,7 @@ def test_schedulers_groups_clipping_and_closures_work_as_in_one_process(stage: i
     torchs = torch.optim.AdamW(groups(oracle), lr=0.1)
     schedules = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in (ours, torchs)]
     x = torch.randn(2, 4, 3, dtype=torch.float64)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         for _ in range(4):
             ours.zero_grad(), torchs.zero_grad()
             module(x[Comm().rank]).square().sum().backward()
@@ -250,9 +246,7 @@ def test_schedulers_groups_clipping_and_closures_work_as_in_one_process(stage: i
         return value
 
     assert ours.step(closure).requires_grad
-    torchs.zero_grad()
-    (oracle(x.flatten(0, 1)).sum() / 2).backward()
-    torchs.step()
+    take_steps(torchs, lambda _: oracle(x.flatten(0, 1)).sum() / 2, 1)
     assert difference(module.state_dict(), oracle.state_dict()) < 1e-10
 
 
@@ -266,10 +260,8 @@ def test_the_state_of_a_rank_is_loaded_into_another_run(stage: int, dtype: torch
         return module, ZeroOptimizer(module.parameters(), torch.optim.Adam, stage, lr=0.1)
 
     def train(module: nn.Module, optimizer: ZeroOptimizer) -> None:
-        for _ in range(3):
-            optimizer.zero_grad()
-            module(torch.full((2, 5), Comm().rank + 1, dtype=dtype)).square().sum().backward()
-            optimizer.step()
+        x = torch.full((2, 5), Comm().rank + 1, dtype=dtype)
+        take_steps(optimizer, lambda _: module(x).square().sum(), 3)
 
     module, optimizer = start(0)
     train(module, optimizer)
@@ -363,10 +355,8 @@ def test_a_second_backward_after_a_step_is_refused(stage: int, dtype: torch.dtyp
 def train_1m(stage: int, dtype: str, bucket_mb: float = 0.5) -> None:
     model = GPT.preset("1M").to(getattr(torch, dtype))
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.AdamW, stage, bucket_mb=bucket_mb)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(torch.zeros(1, 8, dtype=torch.long)).float().logsumexp(-1).sum().backward()
-        optimizer.step()
+    x = torch.zeros(1, 8, dtype=torch.long)
+    take_steps(optimizer, lambda _: model(x).float().logsumexp(-1).sum())
 
 
 @slow

@@ -381,8 +381,7 @@ def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
         if how == "method":
             model.compile()
         x = torch.randn(2, 4, dtype=torch.float64)
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as seen:
             (y := compiled(x)).sum().backward()
         assert not seen
         (expected := reference(x)).sum().backward()

@@ -25,7 +25,7 @@ RENAMED = (  # parameters, a property and a type that are called otherwise now
     ("parts: collections", "microbatches: collections"), ("~Part]", "~MicroBatch]"),
     ("(cls, what: str", "(cls, operation: str"), ("Work, what: str", "Work, operation: str"),
     ("**of_linear", "**kwargs"), ("**of_embedding", "**kwargs"),
-    ("ParallelLinear.beside:", "ParallelLinear.siblings:"), ("Head.beside:", "Head.siblings:"),
+    ("Linear.beside:", "Linear.parallel_siblings:"), ("Head.beside:", "Head.parallel_siblings:"),
     ("UnderWay", "PendingReduction"),
 )  # fmt: skip
 # Commands that measure labkit itself are scripts for maintainers now: tests/benchmarks/README.md.

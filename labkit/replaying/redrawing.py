@@ -61,7 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Draws up to `most_ranks` ranks; keeps the axis while a step fills 25 to 100 % of its length."""
+    """Draws up to `most_ranks` ranks; keeps the axis while steps fill 25 to 100 % of its length."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks

@@ -100,7 +100,7 @@ class ColumnParallelLinear(ShardedLinear):
         return columns([self], x)[0]
 
     @property
-    def siblings(self) -> "list[ColumnParallelLinear]":
+    def parallel_siblings(self) -> "list[ColumnParallelLinear]":
         """The layers, including this one, whose outputs a call of this layer may compute."""
         return [] if self.shared_input is None else self.shared_input.columns
 
@@ -209,6 +209,7 @@ class SummedGradients:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.module, nn.Embedding):
             args = tuple(own_part(positions, self.comm, dim=-1) for positions in args)
+            kwargs = {name: own_part(x, self.comm, dim=-1) for name, x in kwargs.items()}
         whole: Any = self.module._parameters
         present = {name: p for name, p in whole.items() if p is not None}
         copies: Any = copies_to_ranks([*present.values()], self.comm)

@@ -193,5 +193,5 @@ def _edit_for_sequence(model: Any, comm: Comm, sharded: set[nn.Module]) -> None:
     for module in (module for module in model.modules() if module not in sharded):
         if isinstance(module, _DropoutNd):
             module.forward = ShardedForward(module, comm)
-        elif module._parameters:
+        elif module._parameters or isinstance(module, nn.Embedding):
             module.forward = layers.SummedGradients(module, comm)

@@ -169,7 +169,7 @@ class OwnedShares(GradReducer, NotCopyable, ShadowOptimizer):
 class ParamGatherer:
     """Waits for the all-gather of a module's direct parameters before forward. Also waits for the
     parameters of submodules not yet called, which the module may use directly (attention), and of
-    modules in its attribute `siblings` (column-parallel layers computed in the same call)."""
+    modules in its attribute `parallel_siblings` (column-parallel layers of one call)."""
 
     def __init__(self, model: nn.Module, bucket_of: Mapping[Tensor, ParamShare]):
         self._buckets: dict[nn.Module, list[ParamShare]] = {}
@@ -190,7 +190,7 @@ class ParamGatherer:
             return  # a copied model: its hooks run, but its parameters are in no bucket
         self._called.add(module)
         uncalled = [part for part in self._below[module] if part not in self._called]
-        for part in (module, *getattr(module, "siblings", ()), *uncalled):
+        for part in (module, *getattr(module, "parallel_siblings", ()), *uncalled):
             self._wait(part)
 
     def _wait(self, module: nn.Module, *_: Any) -> None:

@@ -241,6 +241,19 @@ def test_what_cannot_be_cut() -> None:
     raises(words, model, torch.zeros(2, 11, dtype=torch.long))
 
 
+@on_each_rank("world2")
+def test_fixed_positions_are_sharded_too() -> None:
+    """An embedding whose weight is a buffer, called by position and by keyword."""
+    model, tokens = model_of(), torch.arange(24).reshape(2, 12) % contract.VOCAB
+    positions, weight = model.embed.positions, model.embed.positions.weight.detach()
+    del positions.weight
+    positions.register_buffer("weight", weight)
+    expected = model(tokens)
+    model = tensor_parallel(model, Comm(), sequence=True)
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-10)
+    assert positions(input=torch.arange(12)).shape == (6, contract.WIDTH)
+
+
 @cases(
     ("by name", "the input differs between the ranks(.|\n)*same batch"),
     ("by position", "the input differs between the ranks(.|\n)*same batch"),

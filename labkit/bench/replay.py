@@ -1,6 +1,6 @@
-"""Replay accuracy, from two alternating worlds. In the first, no link delays messages: a recording
-contains this machine's times to compute and to move each tensor, and a replay adds the delays of a
-`Link`. In the second, the ranks train over that `Link`. Turns are compared in pairs.
+"""Replay accuracy, from two alternating worlds. In the first, messages are not delayed: a recording
+has this machine's compute times and the time to move each tensor, and a replay adds the delays of
+a `Link`. In the second, the ranks train over that `Link`. Turns are compared in pairs.
 """
 
 from collections.abc import Callable

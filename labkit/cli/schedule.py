@@ -43,8 +43,8 @@ def schedule(
     lanes = lanes_of(actions, name)
     console.print(
         f"{schedules.show(actions)}\n"
-        f"A step takes {lanes.step:g} forwards of a stage; its bubble is {lanes.bubble:.1%} (a "
-        f"backward takes 2 forwards, or 1 for the input and 1 for the weights).\n"
+        f"A step takes the time of {lanes.step:g} forwards; its bubble is {lanes.bubble:.1%} (a "
+        f"backward takes 2, or 1 for the input and 1 for the weights).\n"
         f"Peak micro-batches in flight on each stage: "
         f"{', '.join(f'{x:g}' for x in lanes.held)}.",
         markup=False, highlight=False, soft_wrap=True,

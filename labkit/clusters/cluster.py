@@ -18,7 +18,7 @@ class Device:
     matmul_reached: float = 1.0  # for very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0  # per launch; limits only if the host is slower than the device (planning)
+    host_s: float = 0.0  # for planning: per launch; matters if the host is slower than the device
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # by field name
 
     def peak_flops_of(self, dtype: str) -> float:

@@ -86,7 +86,7 @@ class Comm:
         return self._group
 
     def labelled(self, label: str) -> "Comm":
-        """A `Comm` of the same group; operations compare `label` across ranks, as shapes."""
+        """A `Comm` of the same group; operations compare `label` across ranks, like shapes."""
         return Comm(self._group, label)
 
     def __repr__(self) -> str:

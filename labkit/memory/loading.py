@@ -169,7 +169,7 @@ class _Runner:
 
 
 class Packed:
-    """Packs parameters and buffers of `block` into one flat CPU buffer, so that one copy moves all:
+    """Packs parameters and buffers of `block` into one flat CPU buffer, so one copy moves them all:
     tensors become views of `flat`. `pin`: page-lock `flat`. Raises ValueError for non-CPU tensors.
 
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each at a multiple of 64 B
@@ -184,7 +184,7 @@ class Packed:
         for name, x in tensors.items():
             if x.device.type != "cpu":
                 raise ValueError(
-                    f"{name} is on {x.device}, but weights wait in CPU memory; use block.cpu()"
+                    f"{name} is on {x.device}, but must be in CPU memory; use block.cpu()"
                 )
             self.places[name] = slice(end, end + x.nbytes), x.dtype, x.shape
             end += -(-x.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES

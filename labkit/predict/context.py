@@ -85,7 +85,7 @@ def ring_exposed_s(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> float:
-    """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of n-1
+    """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of the n-1
     blocks hides behind a step; in backward, from the third step on, so do the gradients of the
     previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of the link. Source:
     arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
@@ -102,7 +102,7 @@ def ring_exposed_s(
     if not backward:
         return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    if ranks > 2:  # step 1 hides a block, the last step gradients, the steps between both
+    if ranks > 2:  # step 1 hides a block; the last, gradients; the others, both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
     return exposed_s + gradient_s  # gradients returning to their rank

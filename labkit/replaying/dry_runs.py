@@ -79,14 +79,14 @@ def dry_run(
                 _run(fn, args, kwargs)
         if step not in trace.steps():
             raise ValueError(
-                f"dry_run: the function made {len(trace.steps())} training steps and has no step "
-                f"{step}; make at least {step + 1}, or give step=0"
+                f"dry_run: the function ran {len(trace.steps())} training steps and has no step "
+                f"{step}; run at least {step + 1}, or pass step=0"
             )
         forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
         if forward and step not in forward:
             raise ValueError(
                 f"dry_run: step {step} has no forward: each optimizer.step() ends a training step, "
-                f"and the function has several optimizers; give step={max(forward)}, or use one "
+                f"and the function has several optimizers; pass step={max(forward)}, or use one "
                 "optimizer with several parameter groups"
             )
         kept.ranks[rank] = trace.step(step).ranks[rank]
@@ -97,7 +97,7 @@ def dry_run(
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """Rank to run -> ranks represented. Raises ValueError unless every rank occurs once."""
     if ranks < 1:
-        raise ValueError(f"dry_run: ranks={ranks}; give at least 1")
+        raise ValueError(f"dry_run: ranks={ranks}; pass at least 1")
     groups = {0: range(ranks)} if alike is None else alike
     represented = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
     if sorted([*represented, *chain(*represented.values())]) != list(range(ranks)):

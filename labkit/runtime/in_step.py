@@ -27,7 +27,7 @@ def _counted(call: Any, way: int) -> Any:
 
 
 def begun() -> Begun:
-    """The number of collectives per group that this rank has begun, and its message counts."""
+    """The number of collectives that this rank has begun, by group, and its message counts."""
     collectives: dict[str, int] = {}
     groups: Any = dist.distributed_c10d._world.pg_map
     for group in groups:

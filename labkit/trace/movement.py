@@ -177,7 +177,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """A rank's contents after each step: per chunk, the latest value in the buffer or sent."""
+    """A rank's contents after each step: per chunk, the latest value buffered or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):

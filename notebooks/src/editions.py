@@ -84,9 +84,9 @@ def student(lab: Path) -> Notebook:
         cell.source = without_solutions(cell.source, cell.metadata.get("stub"))
     for cell in notebook.cells:
         cell.metadata.pop("stub", None)
-        if cell.cell_type == "markdown":  # links of the source are those of the solved edition
+        if cell.cell_type == "markdown":  # source links are for the solved edition
             cell.source = cell.source.replace("](../GLOSSARY.md)", "](GLOSSARY.md)")
-    # Empty predictions first: one that a student skips then says so when it is used.
+    # Start with empty predictions: using a skipped one then raises a clear error.
     made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
     if new:
@@ -95,7 +95,7 @@ def student(lab: Path) -> Notebook:
 
 
 def without_solutions(text: str, stub: str | None = None) -> str:
-    """`text` with a stub for each solution. Raises ValueError for markers that do not pair."""
+    """`text` with a stub for each solution. Raises ValueError for unpaired markers."""
     kept: list[str] = []
     inside, name = False, "this"
     for number, line in enumerate(text.splitlines(), 1):
@@ -107,7 +107,7 @@ def without_solutions(text: str, stub: str | None = None) -> str:
         elif line.strip() == END and inside:
             inside = False
         elif BEGIN in line or END in line:
-            raise ValueError(f"line {number}, {line.strip()!r}: {BEGIN} and {END} must take turns")
+            raise ValueError(f"line {number}, {line.strip()!r}: {BEGIN} and {END} must alternate")
         elif not inside:
             kept.append(line)
             if defined := re.match(r"\s*(?:def|class) (\w+)", line):

@@ -214,7 +214,7 @@ def test_weights_that_cannot_wait_are_refused():
     one, other = blocks((8, 8))
     other[0].weight = one[0].weight
     raises("blocks 0 and 1 share a weight", Waiting, [one, other], Bus())
-    with pytest.raises(ValueError, match="weight is on meta, but weights wait in CPU memory"):
+    with pytest.raises(ValueError, match="weight is on meta, but must be in CPU memory"):
         Waiting([nn.Linear(2, 2, device="meta")], Bus())
     raises("there is no block to run", load_then_run, Waiting([], Bus()), torch.ones(1))
     with pytest.raises(ValueError, match="ahead=-1: give the number of blocks"):

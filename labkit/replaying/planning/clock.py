@@ -101,7 +101,7 @@ class _Simulated:
 
     def period(self, last: int, chunks: int) -> int | None:
         """The number of micro-batches after which all stages repeat, shifted by a constant time;
-        None if no period is found yet. `last`: the last round that every stage completes."""
+        None if no period is found. `last`: the last round that every stage completes."""
         stages = len(self.compiled.of_stage)
         window, step = (stages + 1, stages) if chunks > 1 else (1, 1)
         by_round = self.ended[self.compiled.rounds(0, last + 1)]

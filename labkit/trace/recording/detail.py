@@ -110,7 +110,7 @@ class Detail:
         gc.collect()  # exclude cyclic garbage of earlier runs
         for x in gc.get_objects():
             if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
-                continue  # (isinstance would trigger lazy objects)
+                continue  # (isinstance would load lazy objects)
             if not isinstance(x, nn.Parameter):
                 self._enter(x, OTHER)
             elif not self._ledger.has(x, OPTIMIZER):  # a master copy is also a Parameter

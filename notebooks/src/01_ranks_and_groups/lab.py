@@ -194,7 +194,7 @@ show("comm/mesh.py:Mesh._over")
 #
 # ### Ranks by hand
 #
-# This ordinary script does not depend on the rank: each process asks for its rank at run time.
+# All ranks run this same ordinary script: each process asks for its rank at run time.
 
 # %%
 # %%writefile ../runs/hello.py

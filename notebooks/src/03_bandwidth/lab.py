@@ -571,8 +571,8 @@ check.my_hierarchical(my_hierarchical)
 
 # %% [markdown]
 # Here is your all-reduce on the two nodes, as a timeline: which of its three operations takes the
-# most time? (The number in a bar counts the calls of its group, including those of the earlier run.
-# If a bar is too short, it shows only the number.)
+# most time? (Numbers in bars are call numbers within a group, counted from the earlier run. If a bar
+# is too short, it shows only the number.)
 
 
 # %%

@@ -248,8 +248,8 @@ plot.timeline(sent_by_tree)
 
 # %% [markdown]
 # Here the lower row is labeled with the group (*all ranks*), and each bar is a whole broadcast with
-# all its rounds; the bar's number counts the group's collectives. The plot is as wide as before,
-# but its time axis is shorter. Compare the two times directly:
+# all its rounds; the bar's number is its place among the group's collectives. The plot is as
+# wide as before but spans less time. Compare the two times directly:
 
 
 # %%
@@ -474,8 +474,8 @@ report("00")
 # | `comm.broadcast` | `dist.broadcast` | `MPI_Bcast` |
 # | `comm.all_reduce` | `dist.all_reduce` | `MPI_Allreduce` |
 #
-# These tools add discovery and monitoring of machines, restarts of failed ranks, and logs for a
-# thousand ranks. They do not explain a hang: the job is silent until the timeout, 10 minutes for
+# Launchers also find and monitor machines, restart the job when a rank fails, and collect the logs
+# of a thousand ranks. They do not explain a hang: the job is silent until the timeout, 10 minutes for
 # NCCL in torch.
 
 # %% [markdown]

@@ -99,7 +99,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # | file | `init_method="file:///shared/run7", rank=5, world_size=8` | a shared disk; a new file for each run |
 
 # %% [markdown]
-# Large models need more than one group. If a layer is sharded over two devices, these two sum their
+# Large models need more than one group. If a layer is split over two devices, these two sum their
 # partial results, while other groups average gradients. So ranks are arranged in a **mesh** with
 # named axes, and each line of ranks along an axis forms a group. The outermost axis comes first;
 # the **last axis varies fastest**:
@@ -210,8 +210,8 @@ dist.destroy_process_group()
 # %% [markdown]
 # Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
 # what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port
-# of this machine. Two more environment variables, its `variables`, say that the store already
-# exists and that the ranks' sockets must also stay on this machine.
+# of this machine. Its attribute `variables` adds two environment variables: one says that the
+# store exists already, `GLOO_SOCKET_IFNAME` keeps the ranks' sockets on this machine.
 
 # %%
 store = LauncherStore()
@@ -683,8 +683,8 @@ report("01")
 #   train.
 # - `dist.monitored_barrier(timeout=...)`, for gloo only, is a barrier at which rank 0 names the
 #   missing rank: "Rank 1 failed to pass monitoredBarrier". Put it before the line that hangs.
-# - `TORCH_FR_BUFFER_SIZE=2000` (formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`) turns on the *flight
-#   recorder*, which keeps the most recent NCCL operations of each rank;
+# - The *flight recorder* keeps the most recent NCCL operations of each rank, 2,000 by default in
+#   recent versions (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`);
 #   `TORCH_NCCL_DUMP_ON_TIMEOUT=1` saves them on a timeout.
 # - `py-spy dump --pid ...` shows the current line of a rank, as `Where each rank was` did above.
 

@@ -73,7 +73,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # ## 2. The idea
 #
 # Look before you calculate. `watch_collective` runs an algorithm once on real ranks and records
-# every message and every rank's tensor. (It needs ranks that send messages: `backend="gloo"`.)
+# every message and every rank's tensor. (Shared memory sends no messages, so we use `backend="gloo"`.)
 # Nothing in the picture is drawn by hand. Here is the server:
 
 # %%
@@ -86,7 +86,7 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # - a **column** is a rank; its tensor is split into four **chunks**, c0 to c3, from top to bottom;
 # - a cell has one stripe for each rank, colored once that rank's values have been added: four
 #   colored stripes are the complete sum;
-# - a frame marks what a rank sends in this step, and an arrow the receiver;
+# - an outline marks what a rank sends in this step, and an arrow the receiver;
 # - each picture shows the state at the beginning of its step; the next one shows the result.
 #
 # The whole tensor passes through rank 0 six times. The other ranks are idle most of the time.
@@ -127,7 +127,7 @@ plot.steps(watch_collective(world, "all_reduce", "tree"))
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
 # The additions take time as well (γ, gamma, per byte), but little compared with a network. (By this
-# formula the server in step 1 needs 563 ms, but it took less: our paced links slow down only the
+# formula the server in the first plot needs 563 ms, but it took less: our paced links slow down only the
 # sender, so rank 0 can receive three tensors at once. A real network card could not.)
 
 
@@ -165,7 +165,7 @@ def tree_s(n, nbytes, alpha_s, beta_s_per_byte):
 # ## 3. Predict
 #
 # Four ranks all-reduce S = 1 MiB. How many bytes does **rank 0** send with each of the three
-# algorithms? And how many steps does the ring take? Count the frames in the pictures: a frame
+# algorithms? And how many steps does the ring take? Count the outlines in the pictures: an outline
 # around one cell is S/4.
 
 # %% stub="S = 2**20  # bytes\nguess = predict(server_bytes=..., ring_bytes=..., tree_bytes=..., ring_steps=...)" tags=["nbval-check-output"]
@@ -214,7 +214,7 @@ for name in ["naive", "ring", "tree"]:
     print(f"{name:6}", cost("all_reduce", name, n=4, nbytes=2**20))
 
 # %% [markdown]
-# `sent_bytes` counts the bytes that pass through the busiest rank one after another, in *or* out:
+# `sent_bytes` counts all bytes, in *or* out, that the busiest rank cannot transfer at the same time:
 # in the tree, 2S arrive at rank 0, and then 2S leave it. Rank 0 itself sends only the latter.
 
 # %% [markdown]
@@ -241,7 +241,7 @@ guess.beside(
 )
 
 # %% [markdown]
-# In the tree, rank 0 sends 2S and receives as much; a leaf sends only S. In the ring all ranks send
+# On 4 ranks, the tree's root sends and receives 2S, a rank without children S. In the ring all ranks send
 # the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no
 # algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
@@ -308,7 +308,7 @@ for nbytes in [2**10, 2**24]:
 # Latencies differ between clusters; we assume 2 µs and 10 µs. A **hierarchical** all-reduce has
 # three stages: a reduce-scatter inside each node, after which each GPU has 1/8 of the node's sum;
 # an all-reduce of this eighth with the GPUs at the same position in the other nodes; and an
-# all-gather inside each node. With **two trees**, both run at once, each with half of the tensor,
+# all-gather inside each node. In a **double tree**, two trees run at once, each with half of the tensor,
 # split into many small pieces. All algorithms except the hierarchical one use InfiniBand only.
 
 # %%
@@ -404,8 +404,8 @@ def pass_on(comm, outgoing, incoming):
 # ### Two rings with a bug
 #
 # Here are two faulty all-reduces. Neither hangs. You see only what they do, not their code. What is
-# wrong with each, and from which step? A cell with an orange-red frame holds a wrong sum: `2×`
-# means that it includes a rank's values twice. Not every error has this frame: missing values just
+# wrong with each, and from which step? A cell with an orange-red outline holds a wrong sum: `2×`
+# means that it includes a rank's values twice. Not every error has this outline: missing values just
 # stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
 
 # %%

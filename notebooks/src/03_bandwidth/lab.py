@@ -76,7 +76,7 @@ rows = {"one node": 1e3 * one_node_s, "two nodes": 1e3 * two_nodes_s}
 bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 
 # %% [markdown]
-# Two of the ring's four hops are slow, and all four ranks wait for them. (By the formula of lab 02,
+# Two of the ring's four *hops* (links between neighbors) are slow, and all four ranks wait for them. (By the formula of lab 02,
 # the links alone take 25 ms and 252 ms, a factor of ten. The rest is the time that the processes
 # need to copy, add and wait for each other, which matters more when the links are fast.) **Which
 # link is the bottleneck, how many bytes must cross it, and can we reduce them?**
@@ -95,7 +95,7 @@ bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 #                              or Ethernet
 # ```
 #
-# There are three kinds of links: NVLink, by far the fastest; PCIe; and the network between nodes.
+# There are three kinds of links: NVLink, by far the fastest; PCIe, the machine's bus; and the network between nodes.
 # Of the networks, InfiniBand is about as fast as PCIe, and Ethernet is often slower. A message to
 # another node crosses PCIe, a network card (*card* above) and the network. Which links connect
 # which devices is the **topology**. A collective is only as fast as the link that is busy longest,
@@ -252,7 +252,7 @@ show("events.py:reduce_scatter_bus_bytes")
 
 # %% tags=["nbval-check-output"]
 by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
-gradients.beside("the formula's", sent_by_each_bytes=by_formula)
+gradients.beside("by formula", sent_by_each_bytes=by_formula)
 
 # %% [markdown]
 # And here is the hierarchical all-reduce. `wire.nodes` lists the ranks of each node. `row` is the

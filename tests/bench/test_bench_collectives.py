@@ -205,7 +205,7 @@ def test_what_gives_no_table_is_refused() -> None:
     made_up = made_up_sweep()
     for points, about, says in [
         (made_up.points, {**ABOUT, "backend": "nccl"}, "a table is for gloo"),
-        (made_up.points, {**ABOUT, "transport": "shm"}, "share memory, which use no table"),
+        (made_up.points, {**ABOUT, "transport": "shm"}, "share memory and use no table"),
         (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "no measured algorithm supports every call"),
     ]:

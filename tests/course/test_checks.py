@@ -289,7 +289,7 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized()
     (torch.ones(2), 1.5, "a tensor of shape (2,); expected a number"),
     (1.5, torch.ones(2), "a float; expected a tensor of shape (2,)"),
     (torch.ones(3), torch.ones(2), "shape (3,); expected (2,)"),
-    (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32, but torch.int64"),
+    (torch.ones(2), torch.ones(2, dtype=torch.int64), "torch.float32; expected torch.int64"),
     (torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]),
      "differs in 1 of 2 elements: element [1] is 5; expected 2"),
     (torch.tensor([float("nan")]), torch.tensor([0.0]), "element [0] is nan"),

@@ -178,7 +178,7 @@ def sends_it_twice(comm, x, root):
 # ---- crossover_bytes(n, alpha_s, beta_s_per_byte)
 
 Solution("02.crossover_bytes").slips("""
-takes_a_2_for_the_ring: for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: 62500.0, but 50000.0
+takes_a_2_for_the_ring: for n=4, alpha_s=0.005, beta_s_per_byte=8e-08: 62500.0; expected 50000.0
     tree_steps - 2 * (n - 1) / n -> tree_steps - 2
 forgets_to_round_the_logarithm: for n=6
     ceil(log2(n)) -> log2(n)

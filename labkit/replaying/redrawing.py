@@ -85,6 +85,7 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
+    """The axis to draw a step on, in seconds: unchanged while the step fills enough of the axis."""
     return axis_s if MIN_FRACTION * axis_s <= step_s <= axis_s else ROOM * step_s
 
 

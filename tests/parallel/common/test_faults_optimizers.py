@@ -1,7 +1,7 @@
 """Gradients clipped, set by hand, frozen or thawed before a step: as in torch, or refused."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -186,20 +186,18 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
         raises("are not all of its parameters; pass the Z", clip_grad_norm, given, 1.0)
 
 
-def both(stage: int, **options: Any) -> Iterator[tuple[Any, Any, Callable[..., torch.Tensor]]]:
-    """A model, its optimizer, and which rows it trains on: with ZeRO this rank's, with SGD all.
-    In the end, both must have the same weights."""
+def both(stage: int, **options: Any) -> list[tuple[Any, Any, Callable[..., torch.Tensor]]]:
+    """A model, its optimizer, and which rows it trains on: with ZeRO this rank's, with SGD all."""
     options = options or MOMENTUM
     model, oracle = fresh(), fresh()
-    yield model, ZeroOptimizer(model.parameters(), SGD, stage, bucket_mb=1e-4, **options), mine
-    yield oracle, SGD(oracle.parameters(), **options), lambda x: x
-    check_equal(model, oracle)
+    ours = ZeroOptimizer(model.parameters(), SGD, stage, bucket_mb=1e-4, **options)
+    return [(model, ours, mine), (oracle, SGD(oracle.parameters(), **options), lambda x: x)]
 
 
 @stages
 @on_each_rank("world")
 def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage: int) -> None:
-    (model, ours, _), (oracle, torchs, _) = pair = [*both(stage)]
+    (model, ours, _), (oracle, torchs, _) = pair = both(stage)
     for net, _, rows in pair:
         loss_of(net, rows(batch())).backward()
     p = model.embed.weight
@@ -229,7 +227,8 @@ def test_what_needs_the_whole_gradient_is_refused_where_a_rank_has_a_share(stage
 @pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", ""])
 @on_each_rank("world")
 def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) -> None:
-    for model, optimizer, rows in both(stage):
+    pair = both(stage)
+    for model, optimizer, rows in pair:
         for step in range(3):
             if zero:
                 optimizer.zero_grad()
@@ -241,24 +240,28 @@ def test_gradients_set_by_hand_are_averaged_by_the_step(stage: int, zero: bool) 
             else:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_gradient_set_by_hand_replaces_what_backward_left(stage: int) -> None:
-    for model, optimizer, rows in both(stage):
+    pair = both(stage)
+    for model, optimizer, rows in pair:
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, rows(batch(step))).backward()
             model.embed.weight.grad = torch.arange(25.0).double().view(5, 5)
             model.norm.bias.grad = None
             optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
-    for model, optimizer, rows in both(stage):
+    pair = both(stage)
+    for model, optimizer, rows in pair:
         x = rows(batch())
         model.embed.weight.grad = torch.ones(5, 5).double()
         model.norm.bias.grad = torch.ones(5).double()
@@ -267,6 +270,7 @@ def test_a_backward_adds_to_a_gradient_set_by_hand(stage: int) -> None:
         loss_of(model, x).backward()
         torch.autograd.grad(loss_of(model, x), trained(model))  # changes nothing
         optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 DROPS: dict[str, Callable[[Any, Any], None]] = {
@@ -281,7 +285,8 @@ DROPS: dict[str, Callable[[Any, Any], None]] = {
 @pytest.mark.parametrize("drop", DROPS)
 @on_each_rank("world")
 def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, drop: str) -> None:
-    for model, optimizer, rows in both(stage, weight_decay=0.1, lr=0.1):
+    pair = both(stage, weight_decay=0.1, lr=0.1)
+    for model, optimizer, rows in pair:
         no_sync = getattr(optimizer, "no_sync", nullcontext)
         for _ in range(2):
             for micro in range(3):
@@ -293,17 +298,20 @@ def test_gradients_dropped_between_backwards_are_gone(stage: int, quiet: bool, d
             DROPS[drop](model, optimizer)
         if not quiet:
             optimizer.step()  # on zeros, weight decay counts
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages
 @on_each_rank("world")
 def test_a_parameter_frozen_for_a_while_is_not_trained_meanwhile(stage: int) -> None:
-    for model, optimizer, rows in both(stage):
+    pair = both(stage)
+    for model, optimizer, rows in pair:
         for step in range(5):
             model.norm.requires_grad_(step not in (1, 2))
             optimizer.zero_grad()
             loss_of(model, rows(batch(step))).backward()
             optimizer.step()
+    check_equal(pair[0][0], pair[1][0])
 
 
 @stages

@@ -16,11 +16,11 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 class Native(Transport):
     """Backends' own collectives: NCCL's, and gloo's all-reduce. Events report bytes by formula."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, backend: str):
         self._group = ref(group)
         self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
-        self.name = str(dist.get_backend(group))
+        self.name = backend
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):

@@ -8,6 +8,7 @@ from labkit.lazy import lazy
 __all__, __getattr__, __dir__ = lazy(
     __name__,
     {
+        "bench_attention": "labkit.bench.attention",
         "bench_collectives": "labkit.bench.collectives",
         "bench_data_parallel": "labkit.bench.data_parallel",
         "bench_pipeline": "labkit.bench.pipeline",

@@ -61,9 +61,10 @@ def stepper(
 ) -> Callable[[], None]:
     """A function that runs one training step of a wrapped model."""
     torch.manual_seed(0)
-    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(dtype))
+    device = attach().device
+    wrapped = wrap(GPT.preset(model, vocab=1024, context=LENGTH, **changes).to(device, dtype))
     optimizer = make_optimizer(wrapped.parameters())
-    batch = harness.random_batch(1024, rows, LENGTH)
+    batch = harness.random_batch(1024, rows, LENGTH, device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -74,15 +75,19 @@ def stepper(
 
 
 def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
-    comm, cases = attach().comm, {}
+    me, cases = attach(), {}
+    comm, sync = me.comm, harness.sync_of(me.device)
     for name in dict.fromkeys([FLOOR, *(name for x in contests for name in (x.ours, x.theirs))]):
         wrap, make_optimizer = STRATEGIES[name]
         step = stepper(wrap, model, make_optimizer=make_optimizer)
         for _ in range(3):  # DDP rebuilds its buckets after the first step
             step()
-        cases[name] = partial(harness.seconds_of, step, STEPS, comm.barrier, comm.barrier)
+        cases[name] = partial(
+            harness.seconds_of, step, STEPS, comm.barrier, lambda: (sync(), comm.barrier())
+        )
     seconds = harness.take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
-    return StepTimes({"ranks": comm.size, "model": model}, seconds, contests)
+    about = {"ranks": comm.size, "model": model, "device": harness.device_name(me.device)}
+    return StepTimes(about, seconds, contests)
 
 
 def bench_data_parallel(
@@ -107,6 +112,6 @@ def table(measured: Sequence[StepTimes]) -> Table:
         measured,
         f"Data-parallel step, {ROWS} x {LENGTH} tokens per rank, in ms",
         "torch ZeRO-1 is ZeroRedundancyOptimizer with torch's DDP, FSDP2 is fully_shard; both "
-        "over gloo. Alone: without communication. Ratio: median and quartiles of the turns.",
+        "on the same backend. Alone: without communication. Ratio: median and quartiles of the turns.",
         ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
     )

@@ -98,6 +98,10 @@ def sync_of(device: torch.device) -> Callable[[], object]:
     return partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def seconds_of(
     step: Callable[[], object], count: int, before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,

@@ -1,6 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
 predictions; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws results
-from other machines, saved in labkit/bench/results.
+from other machines, stored beside the labs.
 """
 
 import json
@@ -20,7 +20,6 @@ from labkit.memory.bus import Bus
 from labkit.memory.timing import Measured, measure, rates_of
 from labkit.memory.transfers import Rates, Transfer, short, ways
 
-RESULTS = Path(__file__).parent / "results"
 DTYPES = {short(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 

@@ -51,10 +51,13 @@ def data_parallel(
     only: Annotated[
         str | None, Option(help="Any of ddp, zero-1, zero-2, zero-3, separated by commas.")
     ] = None,
+    ranks: Ranks = "2,4",
     transport: TransportName = None,
+    save: Save = None,
 ) -> None:
     """Time a step of DDP and ZeRO-1, 2 and 3 against torch's."""
-    _measure("data_parallel", None, split_words(only), turns=turns, transport=transport)
+    sizes = split_numbers("ranks", ranks)
+    _measure("data_parallel", save, split_words(only), sizes, turns=turns, transport=transport)
 
 
 @bench.command(
@@ -108,6 +111,12 @@ def precision(
 ) -> None:
     """Time a step in each number format; mixed precision and recomputation against torch's."""
     _measure("precision", save, split_words(only), turns=turns)
+
+
+@bench.command()
+def attention(turns: Turns = 9, save: Save = None) -> None:
+    """Time attention by sequence length: plain, labkit's flash attention and torch's."""
+    _measure("attention", save, turns)
 
 
 @bench.command()

@@ -332,7 +332,7 @@ def test_on_a_gpu_the_same_gradients_with_less_memory():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(16)))
     model, x = model.cuda(), torch.randn(4096, 1024, device="cuda")
     found, peaks = [], []
-    offload = offload_activations(model)
+    offload = offload_activations(model, host_bytes=2**30)
     for context in (torch.enable_grad(), offload, offload):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -342,6 +342,7 @@ def test_on_a_gpu_the_same_gradients_with_less_memory():
         del value
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
-        found.append(gradients(model))
+        found.append([g.cpu() for g in gradients(model)])
+    assert offload.no_room_bytes == 0
     assert equal(found[1], found[0]) and equal(found[2], found[0])
     assert peaks[2] < 0.6 * peaks[0]

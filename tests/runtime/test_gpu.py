@@ -1,10 +1,14 @@
 """Worlds on GPUs: NCCL with one for each rank, gloo with several ranks on one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from labkit import DDP, GPT, MLP, Batch, Comm, Single, World, attach, loss, record
+from labkit.compare import compare
 from labkit.trace import Trace
+from labkit.training import Task
 from laws import broken_laws
 from small_models import take_steps
 
@@ -69,6 +73,15 @@ def test_ddp_on_a_shared_gpu_equals_single() -> None:
             torch.testing.assert_close(weight, oracle, atol=1e-10, rtol=0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_equals_one_process_and_its_formulas(ranks: int, tmp_path: Path) -> None:
+    """In losses, float64 weights, and the bytes that a rank holds and sends: one rank over NCCL,
+    several that share a GPU over gloo."""
+    task = Task(model="1M", steps=3, rows=8, length=32)
+    found = {x.strategy: x.problems for x in compare(task, every=True, ranks=ranks, out=tmp_path)}
+    assert found == dict.fromkeys(found, []) and len(found) >= (10 if ranks > 1 else 4)
+
+
 def recorded_training() -> Trace:
     """Four steps of DDP, the last in detail."""
     me = attach()
@@ -96,10 +109,11 @@ def test_a_recorded_run_keeps_the_laws_and_agrees_with_cuda(ranks: str) -> None:
 
 
 def test_memory_by_category_is_what_cuda_has_allocated() -> None:
-    """Up to the rounding of the allocator, 512 bytes a tensor, and cuBLAS's workspace."""
+    """Up to the rounding of the allocator, 512 bytes a tensor."""
 
     def on_rank() -> tuple[int, int, int]:
         me = attach()
+        others = torch.cuda.memory_allocated()  # the second time: cuBLAS's workspaces
         module = MLP([64, 128, 8]).to(me.device)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
         x = torch.ones(32, 64, device=me.device)
@@ -108,9 +122,9 @@ def test_memory_by_category_is_what_cuda_has_allocated() -> None:
         torch.cuda.synchronize()
         last = trace.step(1).ranks[me.rank].memory[-1]
         tensors = 4 * len(list(module.parameters())) + 8
-        return sum(last.held_bytes), torch.cuda.memory_allocated(), tensors
+        return sum(last.held_bytes), torch.cuda.memory_allocated() - others, tensors
 
     with World(1) as world:
+        world.run(on_rank)
         ((ours, cuda, tensors),) = world.run(on_rank)
-    workspace = 32 * 2**20 + 2**20
-    assert ours <= cuda <= ours + 512 * tensors + workspace, (ours, cuda)
+    assert ours <= cuda <= ours + 512 * tensors, (ours, cuda)

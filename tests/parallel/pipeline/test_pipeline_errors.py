@@ -122,7 +122,7 @@ def test_a_broken_schedule_is_refused_with_its_first_broken_rule() -> None:
     lists = schedule("1f1b", 2, 2)
     lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
     lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
-    rule = "stage 1 does B0 at position 0, before its F0 at position 1"
+    rule = "stage 1 runs B0 at position 0, before its F0 at position 1"
     error = raises(rule, make, stages(), schedule=lists, error=ScheduleError)
     assert error.rule == "backward after forward"
 

@@ -58,7 +58,7 @@ class ZeroOptimizer(OwnedShares):
     `step` keeps weights loaded by `load_state_dict` but undoes writes to `p.data`.
     """
 
-    copy_advice = "create another for the copied model, then load the state_dict() of the original"
+    copy_advice = "create one for the copied model, then load the state_dict() of the original"
 
     def __init__(
         self,

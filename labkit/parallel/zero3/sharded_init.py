@@ -201,8 +201,8 @@ class ShardedParameter(Tensor):
         if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
-                f"this rank holds only a shard (1/{construction.comm.size}); wrap the module "
-                "in ZeRO3 before it computes, or call parameter.whole() on every rank"
+                f"the parameter is sharded (this rank holds 1/{construction.comm.size}); wrap the "
+                "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
         unique = list(dict.fromkeys(elements))
         construction.open_only(unique, elements[0] if func in OVERWRITES else None)

@@ -139,7 +139,7 @@ def with_more() -> nn.Module:
     (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
-    (lambda: split(with_more(), 2), "but not its extra; pass"),
+    (lambda: split(with_more(), 2), "but a Custom also has extra; pass"),
     (lambda: PacedStage(-1), "forward_s=-1: choose 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),

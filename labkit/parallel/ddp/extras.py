@@ -19,7 +19,7 @@ from torch import nn
 
 from labkit.comm import Comm
 
-STATIC = "leave out static_graph=True: it requires the same parameters in every step on all ranks"
+STATIC = "omit static_graph=True, which requires the same parameters in every step on all ranks"
 
 
 def agreed_order(

@@ -216,7 +216,7 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
 def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
     if unit.is_gathered:
         return
-    if running_backward() is None:  # otherwise forward is being recomputed
+    if running_backward() is None:  # in backward, forward is being recomputed
         inner, outer = type(module).__name__, type(unit.members[0]).__name__
         raise ValueError(
             f"{name} is sharded: its {inner} was called outside the forward of the {outer} "

@@ -13,7 +13,7 @@ from labkit.parallel.tensor.tensor_parallel import tensor_parallel
 from labkit.parallel.zero.zero import ZeroOptimizer
 from labkit.parallel.zero3.zero3 import ZeRO3
 
-# Sharders do not import clipping; clipping uses sharders through a protocol (common/sharder.py).
+# Assigned here because clipping uses sharders only through a protocol (common/sharder.py).
 ZeroOptimizer.clip_grad_norm_ = clip_grad_norm_
 ZeRO3.clip_grad_norm_ = clip_grad_norm_
 

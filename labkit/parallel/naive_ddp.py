@@ -1,7 +1,7 @@
 """Naive data parallelism: one all-reduce per parameter after backward.
 
-    each rank holds   the whole model (parameters P, gradients P, Adam 2P), its share of the batch
-    each rank sends   2(n-1)/n P bytes per step, one message per parameter, fully exposed:
+    each rank holds   P bytes of parameters, P of gradients, 2P of Adam state; a share of the batch
+    each rank sends   2(n-1)/n P bytes per step, in one all-reduce per parameter, fully exposed:
 
         rank 0   forward | backward | w9 w8 w7 ... w0 | step
         rank 1   forward | backward | w9 w8 w7 ... w0 | step
@@ -20,8 +20,8 @@ from labkit.parallel.common.ownership import at_end_of_backward
 
 
 class NaiveDDP(Replica):
-    """Replicates rank 0's `module` on the ranks of `comm` (default: all ranks); averages gradients
-    before `backward()` returns."""
+    """Replicates rank 0's `module` on the ranks of `comm` (default: all ranks) and averages
+    gradients before `backward()` returns."""
 
     _scheduled = False
 
@@ -47,12 +47,12 @@ class NaiveDDP(Replica):
 
 
 def flagged_gradient(p: torch.Tensor, divisor: float = 1) -> torch.Tensor:
-    """The gradient of `p`, divided in place; a tensor of -0.0 if this rank did not use `p`."""
+    """Returns `p.grad`, divided in place, or a tensor of -0.0 if this rank did not use `p`."""
     if p.grad is None:
         return torch.full_like(p, -0.0)
     check_dense(p.grad)
     if divisor != 1:
         p.grad.div_(divisor)
     if p.grad.numel():
-        p.grad.as_strided((1,), (1,)).add_(0.0)
+        p.grad.as_strided((1,), (1,)).add_(0.0)  # a leading -0.0 would mean unused
     return p.grad

@@ -2,11 +2,11 @@
 
 Four ranks computing on two cores slow each other down, so the measured bubble reflects the machine
 rather than the schedule. Sleeping ranks do not compete for cores. Outputs (y = x * weight) and
-gradients are real, so a schedule that loses a gradient is caught.
+gradients are real, so tests can detect a schedule that loses a gradient.
 
     forward   sleeps forward_s
     backward  sleeps input_s, then weight_s; default: 2 forward_s in total
-    input     sleeps input_s; the schedule later runs the weight half, which sleeps weight_s
+    input     sleeps input_s; the weight half, which the schedule runs later, sleeps weight_s
 """
 
 import time
@@ -54,7 +54,7 @@ class PacedStage(nn.Module):
         if abs(input_s + weight_s - backward_s) > 1e-9 * (1 + backward_s):
             raise ValueError(
                 f"input_s={input_s} and weight_s={weight_s} do not add up to "
-                f"backward_s={backward_s}; leave one of the three out"
+                f"backward_s={backward_s}; omit one of the three"
             )
         self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
         self.weight = nn.Parameter(torch.ones(width))
@@ -76,7 +76,7 @@ class PacedStage(nn.Module):
 
 
 class _Paced(torch.autograd.Function):
-    """y = x * weight; with `later`, backward defers its weight half."""
+    """y = x * weight; with `later`, backward defers the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, stage: PacedStage, later: Any) -> Tensor:

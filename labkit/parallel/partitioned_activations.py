@@ -1,10 +1,10 @@
-"""Partitioned activations, ZeRO-R's P_a: tensor-parallel ranks shard replicated inputs.
+"""Partitioned activations (P_a in ZeRO-R): tensor-parallel ranks shard the block inputs they save.
 
     forward     x, equal on every rank  ──▶ [ block ] ──▶        rank 0 keeps  ▪ ▫
                                                                   rank 1 keeps  ▫ ▪
-    backward    all-gather: ▪ ▪ = x ──▶ [ block, again ] ──▶ gradients
+    backward    all-gather: ▪ ▪ = x ──▶ [ recompute block ] ──▶ gradients
 
-    each rank holds   1/t of every saved input: 2sbh/t bytes per block in 2-byte types
+    each rank holds   1/t of every saved input [b, s, h]: 2sbh/t bytes per block in 16-bit dtypes
     traffic           an all-gather of x per block in backward, (t-1)/t sbh elements, in
                       addition to the traffic of tensor parallelism with full recompute
 
@@ -55,7 +55,7 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
     edited in place.
 
     Raises ValueError if no block is recomputed, if a recomputed block is not sharded over `comm`
-    (its inputs may then differ between ranks), or if activations are sharded along the sequence."""
+    (its inputs may then differ between ranks), or if activations are already sequence-sharded."""
     comm = Comm.of(comm)
     blocks: list[Any] = [
         m for m in model.modules() if isinstance(m.__dict__.get("forward"), Recomputed)
@@ -67,8 +67,8 @@ def partition_activations(model: nn.Module, comm: Comm) -> nn.Module:
         )
     if any(getattr(m, "sequence", False) for m in model.modules()):
         raise ValueError(
-            "the activations of this model are sharded along the sequence already; leave "
-            "partition_activations out, or edit with tensor_parallel(..., sequence=False)"
+            "the activations of this model are already sharded along the sequence; omit "
+            "partition_activations, or call tensor_parallel(..., sequence=False)"
         )
     for block in blocks:
         ends = [layer for layer in block.modules() if isinstance(layer, RowParallelLinear)]

@@ -1,5 +1,5 @@
 """Single-process training, the reference: every strategy must end with the same weights.
-The process holds parameters P, gradients P and Adam 2P, and sends nothing."""
+The process holds P bytes of parameters, P of gradients and 2P of Adam state, and sends nothing."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,7 +8,7 @@
 A step of m micro-batches takes at least m times the slowest stage's time, so balance the costs:
 `split(model, 4, measure_costs(model, x))`.
 
-Source: balancing by profile: PipeDream, arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
+Sources: PipeDream (balancing by profile), arXiv 1806.03377, section 3.1; torchgpipe's `balance`.
 """
 
 import math
@@ -64,15 +64,15 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(parts):
         raise ValueError(
-            f"split cannot find the layers of a {kind}, whose parts are "
+            f"split cannot find the layers of a {kind}, whose submodules are "
             f"{', '.join(parts) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
             "with embed, blocks and head"
         )
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if others := [name for name in parts if name not in NAMES] + own:
         raise ValueError(
-            f"split can place {', '.join(NAMES)} of a {kind}, but not its {', '.join(others)}; "
-            "pass a list of layers instead"
+            f"split supports only {', '.join(NAMES)}, but a {kind} also has "
+            f"{', '.join(others)}; pass a list of layers instead"
         )
     blocks: Any = parts["blocks"]
     layers = {"embed": parts["embed"]}
@@ -102,7 +102,7 @@ def measure_costs(
 ) -> list[float]:
     """Seconds of forward and backward per layer of `layers_of(model)` on a micro-batch
     x [rows, ...], the minimum over `repeats` runs. Restores buffers and gradients. Broadcast one
-    rank's costs, so that all splits match."""
+    rank's costs, so that every rank splits the model identically."""
     layers = layers_of(model)
     before = [(p, p.grad) for layer in layers.values() for p in layer.parameters()]
     buffers = [(b, b.clone()) for layer in layers.values() for b in layer.buffers()]
@@ -110,7 +110,7 @@ def measure_costs(
     for parameter, _ in before:
         parameter.grad = None  # backward adds to a gradient in place
     try:
-        for _ in range(repeats):  # each repeat runs every layer: a stall affects one repeat only
+        for _ in range(repeats):  # each repeat runs all layers, so a stall affects only one repeat
             y = x
             for index, layer in enumerate(layers.values()):
                 inputs = y.detach()
@@ -131,14 +131,14 @@ def measure_costs(
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
     """Layers per stage (consecutive, at least 1) that minimize the highest stage cost, then the
-    sum of squared stage costs. `costs`: one per layer, in any unit. Raises ValueError for more
-    stages than layers, and for costs that are negative or not finite.
+    sum of squared stage costs. `costs`: one per layer, in any unit. Raises ValueError unless
+    1 <= stages <= len(costs), and for costs that are negative or not finite.
 
     >>> balance([5, 1, 1, 1, 4], stages=3)
     [1, 3, 1]
     """
     if stages < 1:
-        raise ValueError(f"stages={stages}: a pipeline needs at least 1")
+        raise ValueError(f"stages={stages}: a pipeline needs at least 1 stage")
     if stages > len(costs):
         raise ValueError(
             f"stages={stages} but {len(costs)} layers, and each stage needs a layer; use at most "
@@ -146,8 +146,8 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
         )
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:
-            raise ValueError(f"costs[{layer}]={cost}: a cost must be 0 or more")
-    cost_sums = [0.0, *accumulate(costs)]  # cumulative
+            raise ValueError(f"costs[{layer}]={cost}: a cost must be finite and at least 0")
+    cost_sums = [0.0, *accumulate(costs)]  # prefix sums
     highest, _ = _best(cost_sums, stages, max, math.inf)
     _, counts = _best(cost_sums, stages, lambda so_far, cost: so_far + cost * cost, highest)
     return counts

@@ -8,7 +8,7 @@
     pipedream      1F1B that updates after each micro-batch
 
 `schedule("1f1b", stages, microbatches)` builds a schedule by name (catalogue.py, zero_bubble.py). A
-custom schedule is a list of actions per stage (actions.py) or text (text.py), checked by rules.py.
+custom schedule is a list of actions per stage (actions.py) or text (text.py); rules.py checks it.
 """
 
 from labkit.schedules.actions import (

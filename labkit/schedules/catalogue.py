@@ -1,6 +1,6 @@
-"""All schedules by name, and the definitions of all but the zero-bubble schedules (zero_bubble.py).
+"""All schedules by name, and definitions of all except zero-bubble schedules (zero_bubble.py).
 
-Naive: a micro-batch runs forward through all stages, then backward, before the next begins.
+Naive: a micro-batch runs forward through all stages, then backward, before the next one starts.
 
     3 stages, 2 micro-batches; F1 is the forward of micro-batch 1, B1 its backward
 
@@ -55,7 +55,7 @@ PipeDream: 1F1B without a flush. Each stage updates its weights after each backw
 U0 is the optimizer step with micro-batch 0's gradient. No update waits for other stages, so the
 bubble occurs once per training run. But weights are *stale*, by p - 1 - r updates on stage r: only
 with this schedule does training differ from training on one device. Backward needs the weights of
-forward, so a stage keeps a version per micro-batch in flight, at most p - r (*weight stashing*).
+forward, so a stage keeps one version per micro-batch in flight, at most p - r (*weight stashing*).
 
 Sources: GPipe, arXiv 1811.06965, figure 2b (naive) and section 2.3, drawn as in arXiv 2104.04473,
     figure 3; 1F1B: PipeDream-flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, sections 2.2.1
@@ -96,7 +96,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 def _alternate(
     forwards: list[tuple[int, int]], backwards: list[tuple[int, int]], warm_up: int
 ) -> list[Action]:
-    """`warm_up` forwards, alternating forwards and backwards, then the remaining backwards."""
+    """`warm_up` forwards, then alternating forwards and backwards, then the other backwards."""
     actions = [Action("forward", *place) for place in forwards[:warm_up]]
     for ahead, back in zip(forwards[warm_up:], backwards, strict=False):
         actions += [Action("forward", *ahead), Action("backward", *back)]
@@ -105,13 +105,13 @@ def _alternate(
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with p (v - 1) more forwards in the warm-up, plus one per later stage. Raises ValueError
+    """1F1B with p (v - 1) more warm-up forwards, plus one for each later stage. Raises ValueError
     for fewer than 2 chunks, or if `microbatches` is not divisible by `stages`."""
     check_sizes(stages, microbatches)
     if chunks < 2:
         raise ValueError(
-            f"chunks={chunks}: interleaved needs at least 2 chunks of the model per stage; with 1 "
-            "it is 1f1b"
+            f"chunks={chunks}: interleaved needs at least 2 chunks of the model per stage; for 1 "
+            "chunk, use 1f1b"
         )
     if microbatches % stages:
         raise ValueError(

@@ -3,10 +3,10 @@
 `check` reports the first violation, in this order:
 
     known actions            phases that exist, micro-batches and chunks counted from 0
-    exactly once             each stage runs one forward per micro-batch and chunk, and one way
-                             back: backward, or input and weight
-    one way back             never backward plus input or weight: gradients would count twice
-    all update or none       every micro-batch has an update on every stage, or none has
+    exactly once             each stage runs one forward per micro-batch and chunk, and one
+                             backward, whole or as its halves, input and weight
+    one backward             never backward and also a half: gradients would count twice
+    all update or none       every micro-batch has an update on every stage, or none has one
     backward after forward   of the same micro-batch and chunk, on each stage
     weight after input       of the same micro-batch and chunk
     update after backward    or after both halves of backward
@@ -36,8 +36,8 @@ BEFORE = {  # phase -> rule, and the earlier phases of the same micro-batch and 
 
 
 class ScheduleError(ValueError):
-    """Raised for an invalid schedule, with the first `rule` broken and the `stage`, `position`
-    (from 0) and `action` at fault, each None if unknown, as for a missing action."""
+    """Raised for an invalid schedule: the first violated `rule`, and the `stage`, `position` (from
+    0) and `action` of the violation, each None if unknown (as for a missing action)."""
 
     def __init__(
         self, rule: str, message: str, stage: int | None = None, position: int | None = None,
@@ -51,7 +51,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, microbatches: int | None = None) -> None:
-    """Raises ScheduleError for the first rule broken; `microbatches` is the expected count."""
+    """Raises ScheduleError for the first violation; `microbatches` is the expected number."""
     _known_actions(schedule)
     count = microbatches_of(schedule)
     if not schedule or not count:
@@ -67,14 +67,14 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
 
 
 def run_order(schedule: Schedule) -> list[tuple[int, int]]:
-    """All (stage, position) pairs, in an order that can run. Raises ScheduleError like `check`."""
+    """All (stage, position) pairs in a valid execution order. Raises ScheduleError like `check`."""
     check(schedule)
     return _simulate(schedule)[0]
 
 
 def peak_in_flight(schedule: Schedule) -> list[int]:
-    """Peak number of activations per stage, counted per micro-batch and chunk (1/v of the stage's
-    layers): held from forward to backward, or to "weight", which also needs activations."""
+    """Peak number of stored activations per stage, counted per micro-batch and chunk (1/v of the
+    stage's layers). Activations are stored until backward or, if it is split, until "weight"."""
     peaks = []
     for actions in schedule:
         held = peak = 0
@@ -113,7 +113,7 @@ def _exactly_once(schedule: Schedule, microbatches: int) -> None:
             elif action.microbatch >= microbatches:
                 problem = f"{position}, but there are {microbatches} micro-batches, counted from 0"
             if problem:
-                text = f"stage {stage} does {action} at position {problem}"
+                text = f"stage {stage} runs {action} at position {problem}"
                 raise ScheduleError("exactly once", text, stage, position, action)
             first[action] = position
         for chunk, k in product(range(chunks_of(schedule)), range(microbatches)):
@@ -121,7 +121,7 @@ def _exactly_once(schedule: Schedule, microbatches: int) -> None:
 
 
 def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, int]) -> None:
-    """Raises unless a micro-batch has one forward and one way back on a chunk."""
+    """Raises ScheduleError unless a micro-batch has one forward and one backward on a chunk."""
     forward, backward, inputs, weight = (
         Action(phase, microbatch, chunk) for phase in ("forward", "backward", "input", "weight")
     )
@@ -134,12 +134,12 @@ def _complete(stage: int, microbatch: int, chunk: int, position: dict[Action, in
     elif back in ([inputs], [weight]):
         missing = f"{weight if back == [inputs] else inputs}, the other half of {back[0]}"
     if missing:
-        raise ScheduleError("exactly once", f"stage {stage} never does {missing}", stage)
+        raise ScheduleError("exactly once", f"stage {stage} never runs {missing}", stage)
     if backward in back and len(back) > 1:
         at = position[back[1]]
         raise ScheduleError(
-            "one way back",
-            f"stage {stage} does {back[1]} at position {at}, but also {backward}, which includes "
+            "one backward",
+            f"stage {stage} runs {back[1]} at position {at}, but also {backward}, which includes "
             f"both halves, at position {position[backward]}",
             stage, at, back[1],
         )  # fmt: skip
@@ -153,8 +153,8 @@ def _all_update_or_none(schedule: Schedule) -> None:
         if missing := sorted(updates - {*actions}):
             raise ScheduleError(
                 "all update or none",
-                f"stage {stage} never does {missing[0]}, but other micro-batches have an update; "
-                "give all micro-batches an update, or none",
+                f"stage {stage} never runs {missing[0]}, but other micro-batches have an update; "
+                "add an update for every micro-batch, or for none",
                 stage,
             )
 
@@ -169,14 +169,14 @@ def _in_order(schedule: Schedule) -> None:
                 if place.get(needed, -1) > position:
                     raise ScheduleError(
                         rule,
-                        f"stage {stage} does {action} at position {position}, before its {needed} "
+                        f"stage {stage} runs {action} at position {position}, before its {needed} "
                         f"at position {place[needed]}",
                         stage, position, action,
                     )  # fmt: skip
 
 
 def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """The actions that can run, in order, and each stage's next position."""
+    """Returns the actions that can run, in order, and each stage's next position."""
     stages, chunks = len(schedule), chunks_of(schedule)
     done: list[tuple[int, int]] = []
     places = [0] * stages
@@ -201,7 +201,7 @@ def _simulate(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
 
 
 def _deadlock(schedule: Schedule, places: list[int]) -> ScheduleError:
-    """The error for a cycle of stages: each stage waits for the next (no action is missing)."""
+    """The error for a cycle of stages, each waiting for the next; no action is missing."""
     stages, chunks = len(schedule), chunks_of(schedule)
     stage = next(s for s, actions in enumerate(schedule) if places[s] < len(actions))
     waits: dict[int, str] = {}

@@ -28,7 +28,7 @@ def parse(text: str) -> list[Action]:
         match = re.fullmatch(r"([A-Za-z])(\d+)(?:\.(\d+))?", word)
         if match is None or match[1].upper() not in PHASES:
             raise ValueError(
-                f"{word!r}, word {place} of {text!r}, is not an action; write a letter of "
+                f"{word!r}, word {place} of {text!r}, is not an action; write one letter of "
                 f"{' '.join(PHASES)} and a micro-batch, such as F0, or F0.1 with a chunk"
             )
         actions.append(Action(PHASES[match[1].upper()], int(match[2]), int(match[3] or 0)))
@@ -36,7 +36,7 @@ def parse(text: str) -> list[Action]:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """Parse one line per stage, with or without a label "stage 0"; then call `check` to validate.
+    """Parses one line per stage, with or without the label "stage 0"; `check` validates the result.
 
     >>> parse_schedule("F0 B0") == parse_schedule(" stage 0   F0 .. B0 ")
     True

@@ -1,14 +1,14 @@
-"""Zero bubble: backward is split into two halves, so that one half can fill the bubble.
+"""Zero bubble: backward is split into two halves, so that the second half can fill the bubble.
 
 Backward is I, the input gradient, and W, the weight gradients. The previous stage waits for I; no
-stage waits for W. So I runs first, and W later, in otherwise idle time. Both schedules are
+stage waits for W. So I runs first, and W runs later, in otherwise idle time. Both schedules are
 1F1B with delayed Ws; ZB-H2 also has a longer warm-up:
 
               forwards before the first I     W delayed by     held at most     bubble
     ZB-H1     p - r                           r                p                (p-1)(F+I-W)
     ZB-H2     2 (p - r) - 1                   2 r              2p - 1           (p-1)(F+I-2W)
 
-for stage r of p, counted in micro-batches; each micro-batch is held until its W. ZB-H1:
+The first three columns count micro-batches on stage r of p, each held until its W. ZB-H1:
 
     3 stages, 5 micro-batches
 
@@ -32,7 +32,7 @@ with the longest time from its first to its last action.
 
 The table's bubble holds for W <= F in ZB-H1, and for W <= F or I <= F in ZB-H2 (at least 0).
 Otherwise, the bubbles are (p-1) I and (p-1)(I-F): the first stage has run as many forwards as its
-memory allows and waits for the first I. No order of actions improves on this with that memory.
+memory allows and waits for the first I. No order of actions does better with that memory.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2 (I is B there).
 """

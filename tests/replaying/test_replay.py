@@ -24,7 +24,7 @@ with open(places.PUBLISHED / "bubble_rates_1f1b.csv") as file:
 def test_a_schedule_that_cannot_be_is_no_pipeline() -> None:
     for wrong in (Action("backward", 0), Action("weight", 0)):
         lists = [one_f_one_b(1, 1)[0], [wrong]]
-        raises("stage 1 never does F0", pipeline_programs, lists, lambda stage, action: 1.0)
+        raises("stage 1 never runs F0", pipeline_programs, lists, lambda stage, action: 1.0)
 
 
 @pytest.mark.parametrize("row", PUBLISHED)

@@ -80,7 +80,7 @@ def test_an_action_that_is_dropped_is_found(case: Case, data: st.DataObject):
     else:
         assert error is not None and error.rule == "exactly once"
     if error:
-        assert error.stage == stage and f"never does {dropped}" in str(error)
+        assert error.stage == stage and f"never runs {dropped}" in str(error)
 
 
 @given(cases(largest=12), st.data())
@@ -113,28 +113,28 @@ def test_an_action_that_became_another_is_found(case: Case, data: st.DataObject)
     actions[place] = one._replace(**data.draw(st.sampled_from(changes)))
     error = fault(schedule, case[2])
     assert error is not None
-    assert error.rule in {"known actions", "exactly once", "one way back", "all update or none"}
+    assert error.rule in {"known actions", "exactly once", "one backward", "all update or none"}
 
 
 test_the_first_broken_rule_is_reported = refusals(
     lambda text: check(parse_schedule(text)),
-    ("F0 F1 B0", "exactly once: stage 0 never does B1 .nor I1 and W1."),
-    ("F0 F0 B0", "exactly once: stage 0 does F0 at position 0 and again at position 1"),
-    ("F0 F1 B0 B1\nF0 B0", "exactly once: stage 1 never does F1"),
-    ("F0 I0", "exactly once: stage 0 never does W0, the other half of I0"),
-    ("F0 W0", "exactly once: stage 0 never does I0, the other half of W0"),
-    ("F0 B0 F0.1 B0.1\nF0 B0", "exactly once: stage 1 never does F0.1"),
+    ("F0 F1 B0", "exactly once: stage 0 never runs B1 .nor I1 and W1."),
+    ("F0 F0 B0", "exactly once: stage 0 runs F0 at position 0 and again at position 1"),
+    ("F0 F1 B0 B1\nF0 B0", "exactly once: stage 1 never runs F1"),
+    ("F0 I0", "exactly once: stage 0 never runs W0, the other half of I0"),
+    ("F0 W0", "exactly once: stage 0 never runs I0, the other half of W0"),
+    ("F0 B0 F0.1 B0.1\nF0 B0", "exactly once: stage 1 never runs F0.1"),
     (
         "F0 B0 W0",
-        "one way back: stage 0 does W0 at position 2, but also B0, which includes both halves",
+        "one backward: stage 0 runs W0 at position 2, but also B0, which includes both halves",
     ),
-    ("F0 I0 B0 W0", "one way back: stage 0 does I0 at position 1"),
-    ("F0 B0 U0\nF0 B0", "all update or none: stage 1 never does U0"),
-    ("B0 F0", "backward after forward: stage 0 does B0 at position 0, before its F0 at pos"),
-    ("F0 B0\nI0 F0 W0", "backward after forward: stage 1 does I0 at position 0"),
-    ("F0 W0 I0", "weight after input: stage 0 does W0 at position 1, before its I0"),
-    ("F0 U0 B0", "update after backward: stage 0 does U0 at position 1, before its B0"),
-    ("F0 I0 U0 W0", "update after backward: stage 0 does U0 at position 2, before its W0"),
+    ("F0 I0 B0 W0", "one backward: stage 0 runs I0 at position 1"),
+    ("F0 B0 U0\nF0 B0", "all update or none: stage 1 never runs U0"),
+    ("B0 F0", "backward after forward: stage 0 runs B0 at position 0, before its F0 at pos"),
+    ("F0 B0\nI0 F0 W0", "backward after forward: stage 1 runs I0 at position 0"),
+    ("F0 W0 I0", "weight after input: stage 0 runs W0 at position 1, before its I0"),
+    ("F0 U0 B0", "update after backward: stage 0 runs U0 at position 1, before its B0"),
+    ("F0 I0 U0 W0", "update after backward: stage 0 runs U0 at position 2, before its W0"),
     (
         "F0 B0 F1 B1\nF0 F1 B0 B1",
         "deadlock: stage 0, position 1: B0 waits for B0 of stage 1, which comes after F1 "
@@ -153,7 +153,7 @@ def test_missing_actions_are_reported_before_order_and_order_before_deadlocks() 
 
 
 def test_as_many_micro_batches_as_are_wanted() -> None:
-    for wanted, message in ((3, "never does F2"), (1, "F1 at position 1, but there are 1 micro")):
+    for wanted, message in ((3, "never runs F2"), (1, "F1 at position 1, but there are 1 micro")):
         raises(message, check, one_f_one_b(2, 2), microbatches=wanted, error=ScheduleError)
     check(one_f_one_b(2, 2), microbatches=2)
 
@@ -179,7 +179,7 @@ test_an_invalid_action_is_reported = refusals(
 
 def test_text_is_read_in_either_case_and_a_word_that_is_no_action_is_named() -> None:
     for wrong in ("F0 X1", "F0 F", "F0 0F", "F0 F1.", "F0 F-1"):
-        raises("word 1 of .* is not an action; write a letter of F B I", parse, wrong)
+        raises("word 1 of .* is not an action; write one letter of F B I", parse, wrong)
     assert parse("f0 b0.2") == [Action("forward", 0), Action("backward", 0, 2)]
 
 

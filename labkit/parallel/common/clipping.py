@@ -4,7 +4,7 @@
     g <- g * min(1, max_norm / ||g||)
 
 Under data parallelism every rank holds all averaged gradients and clips like a single process.
-Under ZeRO each rank holds a slice; sums of p-th powers are additive, so one scalar is all-reduced.
+Under ZeRO each rank holds a gradient slice; sums of |g|^p add up, so one scalar is all-reduced.
 
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, norm 3 on both ranks
@@ -12,8 +12,8 @@ Under ZeRO each rank holds a slice; sums of p-th powers are additive, so one sca
 Under tensor parallelism a rank holds shards of some parameters and replicas of the rest
 (common/shards.py). Replicas must count once, so only the shards' sums are all-reduced:
 
-        tp rank 0   shards 3    norms, biases 2 \\
-        tp rank 1   shards 6    norms, biases 2 /  all-reduce of the shards' sums: 9; plus 2: 11
+        tp rank 0   shards 3    replicas 2 \\
+        tp rank 1   shards 6    replicas 2 /  all-reduce of the shards' sums: 9; plus 2: 11
 
 Pipeline ranks all-reduce their stages' sums; an embedding tied across stages counts only on the
 first rank that holds it.
@@ -71,7 +71,7 @@ def clip_grad_norm(
         mark_clipped(p.grad for p in parameters if p.grad is not None)
         return norm
     counted = [(p, x) for p, x in gradients if _counts_here(p, x)]
-    if not counted:  # only tied or frozen parameters here: an empty tensor sets the dtype
+    if not counted:  # this rank counts no gradient: an empty tensor sets the dtype
         counted = [(x, x.new_empty(0)) for x in [*(g for _, g in gradients), *parameters][:1]]
     norm = norm_of_pieces(counted, comm, norm_type, factor, groups, stages)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch's formula
@@ -104,7 +104,7 @@ def pipeline_of(trained: Any, parameters: Iterable[Tensor]) -> InStages | None:
 
 
 def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
-    """Whether the norm counts `piece` on this rank (False where a different rank counts a copy)."""
+    """Whether the norm counts `piece` on this rank (False if a different rank counts a copy)."""
     pipeline = pipeline_with(parameter)
     return getattr(piece, "counts_here", True) and (
         pipeline is None or pipeline.counts_here(parameter)
@@ -112,7 +112,7 @@ def _counts_here(parameter: Tensor, piece: Tensor) -> bool:
 
 
 def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradientPieces]:
-    """Strategies that shard gradients; raises ValueError unless `parameters` match exactly."""
+    """Strategies that shard gradients; raises ValueError unless they own exactly `parameters`."""
     if implements(trained, OwnsGradientPieces):
         return [trained]
     unique = {id(owner): owner for owner in map(owner_of, parameters)}.values()
@@ -153,7 +153,7 @@ def norm_of_pieces(
     # max |g| or sum |g|^p of the shards per group; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        # At least float32, since 16 bits round to 3 digits; then float64, so no power overflows.
+        # At least float32, since 16-bit dtypes keep 3 digits; then float64, so no power overflows.
         norms = [
             vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
             * (1.0 if factor is None or x.dtype not in LOW else factor)
@@ -190,6 +190,6 @@ def _parameters_of(trained: Any) -> list[Tensor]:
     if not given or not all(isinstance(p, Tensor) for p in given):
         raise ValueError(
             f"clip_grad_norm: this {type(trained).__name__} is empty or has items other than "
-            "tensors; pass parameters (a generator works once), the wrapped model or its optimizer"
+            "tensors (a used generator is empty); pass parameters, the wrapped model or optimizer"
         )
     return given

@@ -1,4 +1,4 @@
-"""Conjugate operators: each pair swaps its forward and backward collectives.
+"""Conjugate operators: pairs whose forward and backward collectives are swapped.
 
                                   forward                 backward
     copy_to_ranks            f    -                       all-reduce
@@ -16,7 +16,7 @@ Rows 1-2, 3-4 and 5-6 are pairs. f and g enclose the two sharded matmuls A and B
 A replicated parameter that each rank applies to its shard of the sequence has a partial gradient on
 each rank, so the parameter passes through f, too.
 
-Bus bytes per rank for S unsharded bytes: all-reduce 2(t-1)/t S, other collectives (t-1)/t S.
+Bus bytes per rank (S bytes before sharding): all-reduce 2(t-1)/t S, other collectives (t-1)/t S.
 Source: Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; the last pair: Korthikanti et
 al., "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 4.2.
 """
@@ -52,8 +52,8 @@ def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """Concatenates all ranks' `x` (equal shapes) along `dim`; backward slices the gradient. For
-    results that all ranks use identically, so that each rank computes the whole gradient."""
+    """Concatenates all ranks' `x` (equal shapes) along `dim`; backward slices the gradient. Use
+    only if all ranks use the result identically, so that each rank has the whole gradient."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
@@ -106,7 +106,7 @@ class Exchange(torch.autograd.Function):
 
 
 def summed(x: Tensor, comm: Comm) -> Tensor:
-    """The sum of `x` (any shape) over the ranks, in new memory."""
+    """The sum of `x` (any shape) over the ranks, in a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(x)
     return x
@@ -134,7 +134,7 @@ def sum_scattered(
 
 
 def own_part(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """This rank's slice of `x` along `dim` (equal sizes), in new memory."""
+    """This rank's slice of `x` along `dim` (equal sizes), in a new tensor."""
     return x.chunk(comm.size, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 

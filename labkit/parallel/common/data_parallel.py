@@ -41,8 +41,8 @@ class NoSync:
             self._synchronize = before
 
     def accumulate(self, microbatches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yields a step's micro-batches; only the last backward communicates. Gradients add up, so
-        scale each loss, a sum over rows (or tokens), by ranks / (rows per step on all ranks)."""
+        """Yields the micro-batches of a step; only the last backward communicates. Multiply each
+        loss, a sum over rows (or tokens), by ranks / (rows per step on all ranks)."""
         microbatches = list(microbatches)
         with self.no_sync():
             yield from microbatches[:-1]
@@ -51,13 +51,13 @@ class NoSync:
 
 class Replica(NoSync, nn.Module):
     """Replicates rank 0's `module` on the ranks of `comm`. A copy (`copy.deepcopy`, pickle) creates
-    its own hooks and buckets without communication, so a single rank may copy or load."""
+    new hooks and buckets without communication, so a single rank may copy or load."""
 
     def __init__(self, module: nn.Module, comm: Comm | None = None):
         super().__init__()
         self.module, self.comm = module, Comm.of(comm)
         check_same_on_all_ranks(list(module.named_parameters()), self.comm)
-        check_trainable(module)  # skipped for copies, which may be frozen weight averages
+        check_trainable(module)  # not for copies, which may be frozen weight averages
         self._set_up()
         broadcast_tensors([*module.parameters(), *module.buffers()], self.comm)
 

@@ -1,5 +1,5 @@
 """Tests whether an optimizer can be sharded. Updates must be elementwise, as in SGD and Adam (not
-Adafactor, Muon or LBFGS), and groups must not count steps, since ZeRO steps once per bucket."""
+Adafactor, Muon or LBFGS). Parameter groups must not count steps: ZeRO steps once per bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +16,8 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Steps on a matrix, whole and as two flat slices; raises ValueError if results differ."""
-    # In a separate thread, where no recording or fake-tensor mode is active.
+    """Takes steps on a matrix and on its two flat slices; raises ValueError if results differ."""
+    # Runs in a separate thread, where no recording or fake-tensor mode is active.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()
     if why:
@@ -49,8 +49,8 @@ def _difference(
             for key in group:
                 if key != "params" and (key not in before or group[key] != before[key]):
                     return name, (
-                        f"its step changes the option {key!r} of the group (counters belong in the "
-                        "state of each parameter)"
+                        f"its step changes the option {key!r} of a parameter group (counters "
+                        "belong in the state of each parameter)"
                     )
     except Exception as error:  # third-party optimizers may raise anything
         return name, f"it failed on slices of a matrix ({error})"

@@ -107,11 +107,11 @@ class GradBuffer:
         self.missing = set(self.parameters)  # ready for the next backward
 
     def take(self, p: Tensor) -> None:
-        """Marks the gradient of `p` as ready; raises RuntimeError if `p` is marked already."""
+        """Marks the gradient of `p` as ready; raises RuntimeError if `p` is already marked."""
         if p not in self.missing:
             raise RuntimeError(
                 f"the gradient of {self._names[p]} was computed twice in one backward, as "
-                "reentrant checkpointing does: use torch.utils.checkpoint(..., "
+                "with reentrant checkpointing; use torch.utils.checkpoint(..., "
                 "use_reentrant=False). If an error interrupted the last backward, call zero_grad()"
             )
         self.missing.remove(p)
@@ -126,7 +126,7 @@ class GradBuffer:
     def flag_unused(self) -> Tensor:
         """Returns the flat gradients, with -0.0 for parameters that this rank did not use."""
         assert self.flat is not None
-        self.flat.index_add_(0, self._begins, self._zeros)  # no used gradient begins with -0.0
+        self.flat.index_add_(0, self._begins, self._zeros)  # so no used gradient begins with -0.0
         self.unused = {p for p in self.parameters if p.grad is None}
         for p in self.unused:
             self.view[p].fill_(-0.0)
@@ -143,7 +143,7 @@ def check_dense(gradient: Tensor) -> None:
     """Raises TypeError for a sparse gradient."""
     if gradient.layout != torch.strided:
         raise TypeError(
-            f"a gradient is {gradient.layout}; only dense gradients are reduced: pass sparse=False"
+            f"a gradient is {gradient.layout}, but gradients must be dense; pass sparse=False"
         )
 
 
@@ -157,5 +157,5 @@ def _call(owner: Callable[[], Any], function: Callable[..., Any], *args: Any) ->
 
 
 def register_grad_ready_hook(parameter: Tensor, method: Callable[[Any], None]) -> None:
-    """Calls `method(parameter)` whenever autograd has accumulated the parameter's gradient."""
+    """Calls `method(parameter)` each time autograd has accumulated the gradient of `parameter`."""
     parameter.register_post_accumulate_grad_hook(while_alive(method))

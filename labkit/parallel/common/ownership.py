@@ -38,7 +38,7 @@ def check_same_on_all_ranks(
     named: Sequence[tuple[str, Tensor]], comm: Comm, averaged: bool = True
 ) -> None:
     """Raises ValueError, on every rank, if names, shapes, dtypes, order or frozen parameters differ
-    between ranks, or if a mark forbids `comm` (with `averaged`: averaging over `comm`)."""
+    between ranks, or if a mark rejects `comm` (see `Mark.check`)."""
     for name, x in named:
         for mark in marks_of(x):
             mark.check(name, comm, averaged)
@@ -118,7 +118,7 @@ def _no_owner() -> None: ...
 
 
 class ParamSnapshot:
-    """Records the tensor and frozen state per parameter name, to detect later changes."""
+    """Records each parameter's tensor and whether it is frozen, to detect later changes."""
 
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused
@@ -148,7 +148,7 @@ class ParamSnapshot:
                 what = "was replaced by another tensor"
             else:
                 what = "was unfrozen" if new[1] else "was frozen"
-            after = "after the module was wrapped; change a module first, then wrap it"
+            after = "after the module was wrapped; change the module first, then wrap it"
             raise ValueError(f"{name} {what} {after}")
 
 

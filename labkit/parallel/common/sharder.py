@@ -44,8 +44,8 @@ class OwnsGradientPieces(Protocol):
     """Shards the averaged gradients over ranks."""
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Returns (this rank's averaged gradients, of any shape, writable in place; the comm over
-        which the norm counts each element once). `piece.piece_of` is the parameter."""
+        """Returns this rank's pieces of averaged gradients (any shape, writable in place) and the
+        comm over which their norm is computed. `piece.piece_of` is the parameter."""
 
 
 class TiedGradient(Protocol):
@@ -61,7 +61,7 @@ class TiedGradient(Protocol):
 class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
     """Shards gradients, and possibly parameters, over the ranks of `comm`.
 
-    sends_once          keeps unsharded gradients between backwards, so that a pipeline may reduce
+    sends_once          keeps unsharded gradients between backwards, so that a pipeline can reduce
                         them once per step
     shards_parameters   gathers parameters only while their layers compute"""
 
@@ -73,7 +73,7 @@ class Sharder(DataParallel, OwnsPieces, OwnsGradientPieces, Protocol):
 
     def gradient_of_copy(self, p: nn.Parameter) -> TiedGradient:
         """The gradient of a parameter tied across pipeline stages. Raises ValueError if
-        the pipeline ranks that hold `p` may shard `p` differently."""
+        the pipeline ranks that hold `p` might shard `p` differently."""
 
 
 @runtime_checkable
@@ -89,13 +89,13 @@ class InStages(Protocol):
         """The ranks of `comm` that hold `parameter`: more than one if tied across stages."""
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this is the first rank with `parameter`, where norms count a tied gradient."""
+        """Whether this rank is the first with `parameter`: norms count a tied gradient once."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage or its wrapper such as DDP) per local stage."""
+        """Returns (name prefix in the whole model, stage or its wrapper) for each local stage."""
 
 
 class LossScaler(Protocol):
@@ -133,8 +133,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """The `state_dict()` of the unsharded model, equal on all ranks. Collective.
-    `model`: edited by `tensor_parallel`, wrapped in a strategy, or a Pipeline (all stages, on the
-    CPU). With a ZeroOptimizer that gathers in forward (`gather_in`), call its `wait()` first.
+    `model` may be edited by `tensor_parallel`, be wrapped in a strategy, or be a Pipeline (then all
+    stages are returned, on the CPU). With `ZeroOptimizer(gather_in=...)`, call its `wait()` first.
     Raises ValueError if a ZeRO3 is nested inside `model`."""
     model = getattr(model, "_orig_mod", model)  # inside torch.compile's wrapper
     if isinstance(model, InStages):

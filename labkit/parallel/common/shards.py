@@ -7,8 +7,8 @@
 
 A parameter without a mark is replicated: equal on all tensor-parallel ranks.
 
-    clipping      counts replicated parameters once in the norm, sums shards over `comm`
-    checkpoints   write the whole tensor under its plain name, without padding; read any slice
+    clipping      counts replicated parameters once in the norm and sums shards over `comm`
+    checkpoints   write the whole tensor under its plain name, without padding, and read any slice
     DDP and ZeRO  average over ranks that hold the same part, never over `comm`
 
 Marks are attributes of the parameter. They survive `module.to(...)`, `p.data = ...`,
@@ -31,7 +31,7 @@ from labkit.parallel.common.ownership import Mark, marks_of
 
 
 class CopiedMark(Mark):
-    """A mark that survives deep copy and pickle of its parameter."""
+    """A mark that is kept when its parameter is deep-copied or pickled."""
 
     name: ClassVar[str]  # the attribute's name
 
@@ -86,7 +86,7 @@ class Shard(CopiedMark):
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.whole or self.dim < 0:
-            raise ValueError(f"{self}: a shard is start:stop of 0:whole, with dim >= 0")
+            raise ValueError(f"{self}: a shard needs 0 <= start <= stop <= whole and dim >= 0")
 
     def __str__(self) -> str:
         return f"{self.start}:{self.stop} of {self.whole} along dim {self.dim}"
@@ -106,7 +106,7 @@ class Shard(CopiedMark):
 
 def mark_shard(parameter: Tensor, shard: Shard) -> None:
     """Attaches `shard` to `parameter`, which may be padded along `shard.dim`. Raises ValueError if
-    the parameter lacks that dimension or has fewer than stop - start entries there."""
+    the parameter lacks that dimension or is smaller than stop - start along it."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "

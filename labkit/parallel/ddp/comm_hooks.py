@@ -1,12 +1,12 @@
 """Communication hooks, which reduce the gradients of a bucket.
 
-    hook(flat, comm, async_op) -> an object with wait(), or None when done
+    hook(flat, comm, async_op) -> an object with wait(), or None if already complete
 
-`flat` holds a bucket's gradients, already divided by the number of ranks; after `wait()` it must
-hold the sum over the ranks. With `async_op`, the hook returns before the reduction is complete.
+`flat` contains a bucket's gradients, already divided by the number of ranks. After `wait()`, `flat`
+must contain the sum over ranks. With `async_op`, the hook returns before the reduction is complete.
 
     compressed(torch.bfloat16)   |####|####|####|      fp32 in the bucket, 4 bytes per element
-                                 |##|##|##|            bf16 as sent and summed, 2 bytes per element
+                                 |##|##|##|            bf16 while reduced, 2 bytes per element
 
 Gradients are divided *before* the cast, so that fp16 sums do not overflow. Magnitudes up to 3e-8
 become 0 in fp16: use a loss scaler.
@@ -24,7 +24,7 @@ from labkit.comm import Comm
 
 
 class PendingReduction(Protocol):
-    """A running reduction; after `wait()`, `flat` holds the sum."""
+    """A running reduction; after `wait()`, `flat` contains the sum."""
 
     def wait(self) -> None: ...
 
@@ -38,7 +38,7 @@ def all_reduced(flat: torch.Tensor, comm: Comm, async_op: bool) -> PendingReduct
 
 
 def compressed(dtype: torch.dtype) -> Hook:
-    """A hook that all-reduces gradients in `dtype` if it is narrower than the gradients' dtype.
+    """Returns a hook that all-reduces gradients in `dtype` if it is narrower than their dtype.
     Raises ValueError if `dtype` is not a floating-point dtype."""
     if not dtype.is_floating_point:
         raise ValueError(f"compressed({dtype}): choose torch.bfloat16 or torch.float16")

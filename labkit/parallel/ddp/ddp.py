@@ -1,15 +1,15 @@
 """Distributed data parallelism: gradient buckets are all-reduced while backward still runs.
 
-    each rank holds   the whole model (parameters P, gradients P, Adam 2P), its share of the batch
-    each rank sends   2(n-1)/n P bytes per step, in P / bucket_mb messages
+    each rank holds   P bytes of parameters, P of gradients, 2P of Adam state; a share of the batch
+    each rank sends   2(n-1)/n P bytes per step, in one all-reduce per bucket
 
-Backward computes the last layer's gradients first. Buckets therefore collect parameters in reverse
+Backward computes the last layer's gradients first. Parameters are therefore bucketed in reverse
 order, and each bucket is sent as soon as it is full:
 
         each rank   forward | backward: g9 g8 g7 | g6 g5 g4 | g3 g2 g1 g0 | wait | step
                                                [ bucket 0 ][ bucket 1 ][ bucket 2 ]
 
-At best, only the last all-reduce is exposed. After backward, gradients *are* views of buckets.
+At best, only the last all-reduce is exposed. After backward, gradients *are* views of the buckets.
 
 Source: Li et al., "PyTorch Distributed", arXiv 2006.15704, sections 3.2 and 4.2.
 """
@@ -53,28 +53,28 @@ class Bucket(GradBuffer):
             if not flagged_unused(self.view[parameter].view(-1)):
                 parameter.grad = self.view[parameter]
 
-    def copy_gradients(self) -> None:  # copies gradients from the old buckets
+    def copy_gradients(self) -> None:  # from the old buckets
         for parameter, view in self.view.items():
             if parameter.grad is not None:
                 parameter.grad = view.copy_(parameter.grad)
 
 
 class DDP(GradReducer, Replica):
-    """Replicates `module` and averages gradients while `backward()` runs. Gradients are valid until
-    the next backward.
+    """Replicates `module` and averages gradients while `backward()` runs. Gradients are views of
+    buckets, which the next backward reuses.
 
     Args:
         module: any module; all replicas start with rank 0's weights.
         comm: the ranks that hold replicas; default: all ranks.
         bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
-        overlap: send each bucket as soon as it is full; if False, at the end of backward.
-        static_graph: every step uses the same parameters as the first step, on all ranks; unused
+        overlap: whether to send each bucket as soon as it is full, not at the end of backward.
+        static_graph: declares that all ranks use the same parameters in every step; unused
             parameters are sent only in the first step. A step that differs raises ValueError.
         hook: function that reduces a bucket, e.g. `compressed(torch.bfloat16)`; see `comm_hooks`.
         find_unused_parameters: ignored, since unused parameters are always found (common/flat.py).
 
-    Raises ValueError, on every rank, if modules differ between ranks; also if `module` is already
-    wrapped and, in forward, if parameters changed after wrapping.
+    Raises ValueError, on every rank, if the modules differ between ranks or `module` is already
+    wrapped, and in forward if parameters changed after wrapping.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DDP(GradReducer, Replica):
     def _attach(self) -> None:
         super()._attach()
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._arrived: list[torch.Tensor] | None = None  # gradient order in the first backward
+        self._arrived: list[torch.Tensor] | None = None  # order of gradients in the first backward
         self._join = JoinCoordinator(self.comm)
         self._set_buckets([])
 
@@ -170,8 +170,8 @@ class DDP(GradReducer, Replica):
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
         """Lets ranks run different numbers of steps in this block. All ranks end with the weights
-        of a rank that was active until the end; optimizer state differs, so create a new optimizer.
-        Divides gradients by the rank count or, with `divide_by_active`, the active rank count."""
+        of a rank that was active until the end. Optimizer states differ, so create a new one.
+        Divides gradients by the number of ranks or, with `divide_by_active`, of active ranks."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:
@@ -188,4 +188,4 @@ class DDP(GradReducer, Replica):
         finally:
             self._join = JoinCoordinator(self.comm)
 
-    predict = staticmethod(replicated)  # NaiveDDP's bytes in fewer messages
+    predict = staticmethod(replicated)  # the same bytes as NaiveDDP, in fewer all-reduces

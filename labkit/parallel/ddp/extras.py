@@ -4,9 +4,9 @@
     buckets by registration    [ g3  g2 ][ g1  g0 ]      first bucket full only at the end
     buckets by arrival         [ g1  g3 ][ g0  g2 ]      used after the first backward
 
-Uneven inputs: a rank with no data left joins. Before each buffer broadcast and each backward, an
-all-reduce of one element per rank announces each rank's phase (DONE if joined). While any rank is
-active, joined ranks take part in collectives as if all parameters were unused; sums do not change.
+Uneven inputs: a rank that runs out of data joins. Before each buffer broadcast and each backward,
+an all-reduce of one element per rank announces all phases (DONE for joined ranks). Until all ranks
+have joined, joined ranks take part in collectives with -0.0 gradients, which do not change sums.
 
 Sources: "PyTorch Distributed", arXiv 2006.15704, sections 3.2.2, 4.2, 6.2.1; torch's `Join`.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from labkit.comm import Comm
 
-STATIC = "leave out static_graph=True: it requires the same parameters in every step on all ranks"
+STATIC = "omit static_graph=True, which requires the same parameters in every step on all ranks"
 
 
 def agreed_order(
@@ -35,8 +35,8 @@ def agreed_order(
 def agreed_used(
     names: Mapping[nn.Parameter, str], used: Collection[nn.Parameter] | None, comm: Comm
 ) -> set[nn.Parameter]:
-    """The used parameters, equal on all ranks; `used` is None on joined ranks. Raises ValueError,
-    on every rank, if ranks used different parameters."""
+    """Returns the parameters in use, the same on all ranks; `used` is None on joined ranks. Raises
+    ValueError, on every rank, if ranks used different parameters."""
     own = None if used is None else [names[p] for p in names if p in used]
     by_rank = {rank: {*x} for rank, x in enumerate(comm.all_gather_object(own)) if x is not None}
     first, *others = by_rank
@@ -58,7 +58,7 @@ class Phase(IntEnum):
 
 
 class JoinCoordinator:
-    """Tracks active ranks. Outside `join()` (device=None) all ranks are active; nothing is sent."""
+    """Tracks active ranks. Outside `join()` (device=None), all are active and nothing is sent."""
 
     def __init__(
         self, comm: Comm, device: torch.device | None = None, divide_by_active: bool = False
@@ -68,7 +68,8 @@ class JoinCoordinator:
         self._device = device
 
     def announce(self, phase: Phase) -> Phase:
-        """Returns the active ranks' phase (DONE if none); raises ValueError if phases differ."""
+        """Announces `phase` and returns the active ranks' common phase (DONE if all ranks have
+        joined). Raises ValueError if phases differ."""
         if self._device is None:
             return phase
         announced = torch.zeros(self.comm.size, device=self._device)
@@ -77,7 +78,7 @@ class JoinCoordinator:
         phases = {rank: Phase(int(x)) for rank, x in enumerate(announced.tolist()) if x}
         if len(set(phases.values())) > 1:
             raise ValueError(
-                "inside join() the active ranks must call forward and backward together; now "
+                "inside join() the active ranks must call forward and backward together, but "
                 + ", ".join(f"rank {rank} is in {x.name.lower()}" for rank, x in phases.items())
             )
         self.active = list(phases) or self.active
@@ -85,7 +86,7 @@ class JoinCoordinator:
 
     @property
     def first(self) -> int:
-        return self.active[0]  # has current weights; joined ranks do not
+        return self.active[0]  # joined ranks have outdated weights
 
     @property
     def divisor(self) -> int:

@@ -1,16 +1,16 @@
 """Asynchronous parameter server: workers push and pull independently. Gradients may be *stale*:
 computed with weights that other workers have since updated.
 
-    rank 0, the server  parameters P, optimizer state, a buffer for one gradient G
-    rank 1 ... n-1      parameters P, gradients G, and separate data per worker
-    bytes per step      G from a worker to the server and P back
+    rank 0, the server  parameters P, optimizer state, a buffer for one set of gradients G
+    n-1 workers         parameters P, gradients G, and separate data per worker
+    bytes per step      G from a worker to the server and G back (the trainable weights)
 
         rank 1  [ w0: forward backward ]push [ w1 .................... ]push
         rank 2  [ w0: forward backward ..........  ]push [ w3: forward ...
         rank 3  [ w0: forward backward ...... ]push [ w2: ...
         rank 0                         step -> w1    w2  w3
 
-    staleness of an update = version before the update - version that produced the gradient:
+    staleness of an update = version before the update - version used to compute the gradient:
     0 for rank 1 above, 1 for rank 3 (computed with w0, applied to w1), 2 for rank 2
 
 With `max_staleness=s` (*stale synchronous parallel*), a worker waits while it is more than s steps
@@ -35,13 +35,13 @@ from labkit.parallel.common.flat import check_dense
 from labkit.parallel.common.ownership import broadcast_tensors
 from labkit.parallel.parameter_server.synchronous import SERVER
 
-DONE = -1  # the version that a finished worker sends
+DONE = -1  # sent by a finished worker in place of a version
 POLL_S = 0.0002
 
 
 @dataclass(frozen=True)
 class Update:
-    """A server step: a gradient of weight version `made_with`, applied to version `applied_to`."""
+    """A server step: gradients of weight version `made_with`, applied to version `applied_to`."""
 
     worker: int
     made_with: int
@@ -63,17 +63,17 @@ class AsyncParameterServer(Replica):
                 F.mse_loss(model(x), y).backward()
                 model.step()  # push the gradient, pull newer weights
 
-        updates = model.run(work)  # on all ranks; rank 0 serves meanwhile
+        updates = model.run(work)  # call on all ranks; rank 0 serves
 
     After `run`, all ranks hold the same weights and the list of all updates. The server steps once
-    per push, whereas a synchronous server steps once for all ranks. Buffers are not shared.
+    per push, whereas a synchronous server steps once for all ranks. Buffers are not synchronized.
 
     Args:
         module: any module; all copies start with rank 0's weights.
         optimizer_cls: created on rank 0 with `defaults`.
         comm: at least 2 ranks; rank 0 serves, other ranks work. Default: all ranks.
         max_staleness: maximum lead over the slowest worker, in steps; None: no limit.
-        order: the workers whose pushes are handled first, in this order, for bitwise
+        order: the workers that supply the first pushes, in this order, for bitwise
             reproducible runs; later pushes are handled on arrival.
 
     Raises ValueError, on every rank, if the models differ between ranks or a parameter belongs to
@@ -141,11 +141,11 @@ class AsyncParameterServer(Replica):
         self.comm.send(torch.tensor(header, dtype=torch.int64, device=self._device), SERVER)
 
     def _serve(self) -> None:
-        """Serves until all workers are done; always answers the slowest, to avoid deadlock."""
+        """Serves until all workers are done; always replies to the slowest, to avoid deadlock."""
         length = 1 + len(self._parameters_to_serve)
         pushes = _Pushes(self.comm, length, self._device, self.order)
         steps = dict.fromkeys(range(1, self.comm.size), 0)  # per active worker
-        waiting: list[int] = []  # workers that are too far ahead after a push
+        waiting: list[int] = []  # workers that have pushed and await a reply
         while steps:
             worker, (made_with, *has_gradient) = pushes.next(waiting)
             if made_with == DONE:
@@ -180,7 +180,7 @@ class AsyncParameterServer(Replica):
     def _check_arguments(self) -> None:
         if self.comm.size < 2:
             raise ValueError(
-                "AsyncParameterServer: rank 0 serves and the others work, so at least 2 ranks are "
+                "AsyncParameterServer: rank 0 serves and other ranks work, so at least 2 ranks are "
                 "needed; this world has 1"
             )
         if self.max_staleness is not None and self.max_staleness < 0:

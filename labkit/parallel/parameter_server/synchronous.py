@@ -92,7 +92,7 @@ class ParameterServer(NaiveDDP):
 
     @staticmethod
     def predict(module: nn.Module, size: int) -> Footprint:
-        """Bytes held after backward are means over ranks (only rank 0 holds gradients and moments);
+        """Mean bytes held per rank after backward (only rank 0 holds gradients and moments);
         `bus_bytes` counts the busiest link, the server's: 2(n-1) G."""
         grads = parameter_bytes(module, trainable_only=True)
         bus_bytes = 2 * (size - 1) * grads

@@ -3,7 +3,7 @@
     gradients    a a a a a a b b c c c .    filled during backward, divided by n
     averaged             a a b b            rank 1's share (of 3), summed over ranks
 
-Between backward and step, `.grad` only marks that a gradient exists.
+Between backward and step, `.grad` is a placeholder that only marks that a gradient exists.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +31,12 @@ class GradPlaceholder(Tensor):
             f"{func.overloadpacket.__name__} on the `.grad` of a ZeroOptimizer's parameter: each "
             "rank has only a share of the averaged gradient; clip with labkit.clip_grad_norm, "
             "scale with labkit.GradScaler (not torch.amp's), change the tensors of "
-            "optimizer.gradient_pieces()[0], or set `.grad` to a new tensor, which step averages"
+            "optimizer.gradient_pieces()[0], or set `.grad` to a new tensor, which `step` averages"
         )
 
 
 def grad_placeholder(p: Tensor, gradient: Tensor | None) -> Tensor:
-    """The `.grad` of `p` between backward and step: shares the memory of `gradient`, if any."""
+    """Returns `p.grad` for the time from backward to step, in the memory of `gradient`, if any."""
     like = p.detach().new_empty(()).expand(p.shape) if gradient is None else gradient
     if type(like) is not Tensor:  # a fake tensor, in a dry run
         return like
@@ -58,7 +58,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         self._set_aside: Tensor | None = None  # averages of earlier steps
 
     def accumulate_hook(self, p: Tensor) -> Callable[[Any], Any]:
-        """A hook that divides the incoming gradient if autograd adds it to a divided `p.grad`."""
+        """Returns a hook that divides a gradient if autograd adds it to a divided `p.grad`."""
 
         def hook(gradients: Any) -> Any:
             if not self.restore_grad(p):
@@ -135,7 +135,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return p.grad is not None
 
     def own_gradients(self, averaged: Tensor | None = None) -> list[Tensor | None]:
-        """The averaged gradient, or None, per stand-in."""
+        """The averaged gradient, or None, for each stand-in."""
         averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None
@@ -158,7 +158,7 @@ class ZeroBucket(ParamShare, GradBuffer):
             p.grad = None
 
     def sum_copies(self, copies: Any) -> None:
-        copies.all_reduce(self.averaged)  # one parameter per bucket, so shards match on all ranks
+        copies.all_reduce(self.averaged)  # the only parameter in the bucket, so shares match
         if self._set_aside is not None:
             self.averaged.add_(self._set_aside)
         self._set_placeholders(self.parameters)
@@ -166,7 +166,7 @@ class ZeroBucket(ParamShare, GradBuffer):
     def step(self, optimizer: torch.optim.Optimizer, factor: float | Tensor | None) -> None:
         """Steps on this rank's share; multiplies 16-bit gradients by `factor`."""
         gradients = self.own_gradients()
-        if any(g is not None for g in gradients):  # otherwise skip the fp32 copy
+        if any(g is not None for g in gradients):  # without gradients, skip the fp32 copy
             gradients = self.own_gradients(fp32_gradient(self.averaged, factor))
         for x, gradient in zip(self.stand_ins, gradients, strict=True):
             x.grad = gradient
@@ -179,9 +179,8 @@ class ZeroBucket(ParamShare, GradBuffer):
 
 
 class Stage2Bucket(ZeroBucket):
-    """Stage 2: keeps this rank's share of the gradients and frees the rest. New averages
-    overwrite `averaged` in the first backward and after `zero_grad` or a step; otherwise
-    (accumulation) they are added."""
+    """Stage 2: keeps this rank's share of the gradients and frees the rest. The first averages
+    after `zero_grad` or a step overwrite `averaged`; later averages are added (accumulation)."""
 
     _consumed = False  # the next backward may overwrite `averaged`
     _incoming: Tensor | None = None

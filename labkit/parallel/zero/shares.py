@@ -4,7 +4,7 @@ Parameters a, b and c (6, 2 and 3 elements) on rank 1 of 3:
 
     whole        a a a a a a b b c c c .    the parameters' memory, padded; equal on all ranks
     share                a a b b            rank 1's share, a view of whole
-    stepped              a a b b            the share itself, or the fp32 master of a 16-bit share
+    stepped              a a b b            the share, or the fp32 master copy of a 16-bit share
     stand_ins           [a a|b b]           views of stepped: the optimizer's parameters
 """
 
@@ -59,7 +59,7 @@ class ParamShare:
         if memory._cdata != flat.untyped_storage()._cdata or p.dtype != flat.dtype:
             raise ValueError(
                 f"ZeroOptimizer: {name} has moved since the optimizer was created (p.data = ..., "
-                "or module.to(...)); change a model first, then create its optimizer"
+                "or module.to(...)); change the model first, then create the optimizer"
             )
 
     def gather(self, async_op: bool) -> None:
@@ -201,7 +201,7 @@ class ParamGatherer:
 def predict_zero(
     module: nn.Module, size: int, stage: int, bucket_mb: float = 25, rank: int | None = None
 ) -> Footprint:
-    """Bytes with Adam on `rank` (None: mean over ranks). Padding counts as sent but not as held."""
+    """Bytes with Adam on `rank` (None: mean over ranks). Only the bytes sent include padding."""
     ranks = range(size) if rank is None else [rank]
     gradients = optimizer = sent = 0  # bytes; the first two summed over `ranks`
     for bucket in cut([p for p in module.parameters() if p.requires_grad], bucket_mb * MB):

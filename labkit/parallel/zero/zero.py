@@ -11,8 +11,8 @@ the averages of one share and can step on it, so ZeRO gathers parameters instead
         rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]
 
-    each rank sends   (n-1)/n (G + W) per step, the same as DDP: G bytes of gradients, then W bytes
-                      of parameters; each bucket is padded to n equal shares
+    each rank sends   (n-1)/n (G + W) bytes per step, the same as DDP: G bytes of gradients, then
+                      W bytes of parameters; each bucket is padded to n equal shares
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 """
@@ -45,20 +45,20 @@ class ZeroOptimizer(OwnedShares):
     Args:
         params: parameters, groups or named parameters; all ranks start with rank 0's values.
         optimizer_cls: a torch optimizer with elementwise updates, created with `defaults`.
-        stage: 1 shards optimizer state (with fp32 master copies); 2 also shards gradients.
+        stage: 1 shards optimizer state (and fp32 master copies); 2 also shards gradients.
         comm: the ranks to shard over; default: all ranks.
         bucket_mb: maximum bucket size in MiB; a larger parameter gets a separate bucket.
         gather_in: the model whose next forward overlaps the all-gather of parameters. Call
-            `wait()` before other code (`copy.deepcopy`) reads parameters.
+            `wait()` before other code (such as `copy.deepcopy`) reads parameters.
 
-    After backward each rank holds the averages of its share, in stage 2 until `zero_grad` or the
-    first backward after `step`. Computing with `.grad` raises ValueError, so call this optimizer's
-    `clip_grad_norm_`, not torch's. If all ranks set a `.grad` by hand, the next `step` averages
-    these gradients. Scale losses with labkit.GradScaler; torch's scaler raises. For 16-bit models,
-    fp32 masters follow `load_state_dict`, but `step` undoes writes that bypass autograd (`p.data`).
+    After backward, each rank holds its share of the averaged gradients; stage 2 keeps it until
+    `zero_grad` or the first backward after `step`. Computing with `.grad` raises ValueError; clip
+    with this optimizer's `clip_grad_norm_`. If all ranks set a `.grad` by hand, the next `step`
+    averages these gradients. Scale losses with labkit.GradScaler, not torch's. For 16-bit models,
+    `step` keeps weights loaded by `load_state_dict` but undoes writes to `p.data`.
     """
 
-    copy_advice = "create one for the copied model's parameters and load this one's state_dict()"
+    copy_advice = "create one for the copied model, then load the state_dict() of the original"
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ZeroOptimizer(OwnedShares):
     ):
         if stage not in (1, 2):
             raise ValueError(
-                f"stage={stage}: choose 1 (shards the optimizer) or 2 (gradients, too)"
+                f"stage={stage}: choose 1 (shards optimizer state) or 2 (also gradients)"
             )
         super().__init__(params, dict(defaults))
         self.comm, self.stage = Comm.of(comm), stage
@@ -121,7 +121,7 @@ class ZeroOptimizer(OwnedShares):
         if self._not_averaged:
             raise ValueError(
                 "ZeroOptimizer: the gradients are not averaged, since the last backward ran in "
-                "`no_sync`; run the last backward before a step (or clipping) outside of `no_sync`"
+                "`no_sync`; run the last backward before a step (or clipping) outside `no_sync`"
             )
         self._begin_backward()
         if any(bucket.has_manual_gradient() for bucket in self._buckets):

@@ -166,7 +166,7 @@ class Flat:
         self.gradients.put(parameter, self.comm.size)  # frees the old gradient
 
     def send_gradients(self, async_op: bool) -> None:
-        """Sums over ranks, directly into `gradient` if no shard has a `.grad` and dtypes match."""
+        """Sums gradients, directly into `gradient` if no shard has a `.grad` and dtypes match."""
         self.unreduced.allocate()
         flat = self.gradients.flag_unused()
         self._are_new = all(self.shards[piece.index].grad is None for piece in self.pieces)
@@ -220,6 +220,6 @@ class ShardGradient(Tensor):
 def refuse_hook(*_: Any) -> None:
     """Replaces a shard's `register_hook`; raises ValueError."""
     raise ValueError(
-        "ZeRO3: this hook would never be called, as autograd computes gradients of gathered "
+        "ZeRO3: this hook would never be called, since autograd computes gradients of gathered "
         "parameters, not of shards; call `register_hook` on a parameter before ZeRO3(module)"
     )

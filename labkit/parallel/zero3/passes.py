@@ -81,7 +81,7 @@ class PendingGradients:
 
 class SavedParameters:
     """Autograd saves gathered parameters, which are freed before backward needs them. These hooks
-    gather the unit again even if backward bypasses the unit's output (an auxiliary loss)."""
+    gather the unit again even if backward bypasses the unit's output (as an auxiliary loss may)."""
 
     def __init__(self, units: list[Unit], use: Callable[[Unit], None]):
         self._use = use

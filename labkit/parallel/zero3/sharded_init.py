@@ -5,7 +5,7 @@
     model = ZeRO3(model, comm)
 
 Each registered parameter becomes a `ShardedParameter` with 1/n of its elements. A parameter is
-*open* (gathered) only while it is the newest or was used by the last operation.
+*open* (gathered) only while it is the newest one or the last operation used it.
 
     weight = empty(...)       register      normal_(weight)      bias = empty(...)   register
     rank 0   [whole      ]    open          open, filled         [0   ] closed       bias is open
@@ -13,7 +13,7 @@ Each registered parameter becomes a `ShardedParameter` with 1/n of its elements.
 
     each rank holds   P/n of closed parameters, and the whole open parameter
     traffic           (n-1)/n of a parameter's bytes each time it closes (rank 0 scatters the
-                      values) or reopens (all-gather, except before `normal_`)
+                      values) or reopens (all-gather; none before an overwrite such as `normal_`)
 
 Source: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 7.2; DeepSpeed's `zero.Init`.
 """
@@ -42,7 +42,7 @@ OVERWRITES = {  # the first argument is overwritten in full, so it is not gather
 def sharded_init(comm: Comm | None = None) -> Iterator[None]:
     """Shards, over the ranks of `comm` (default: all), the parameters that modules register in this
     block, which all ranks must run; buffers, lazy and meta parameters are not sharded. With the
-    same seed, weights are bitwise those of one process. Views such as `weight[0]` are writable
+    same seed, weights match a single process bitwise. Views such as `weight[0]` are writable
     until a different parameter is created or used."""
     construction = Construction(Comm.of(comm))
     register = nn.Module.register_parameter
@@ -201,14 +201,14 @@ class ShardedParameter(Tensor):
         if construction.is_done:
             raise ValueError(
                 f"{func.overloadpacket.__name__} on {elements[0].what} {list(elements[0].shape)}: "
-                f"it is sharded, and this rank holds 1/{construction.comm.size}; wrap the "
+                f"the parameter is sharded (this rank holds 1/{construction.comm.size}); wrap the "
                 "module in ZeRO3 before it computes, or call parameter.whole() on every rank"
             )
         unique = list(dict.fromkeys(elements))
         construction.open_only(unique, elements[0] if func in OVERWRITES else None)
         args, kwargs = tree_map_only(cls, lambda x: x.elements.full, (args, kwargs))
         result = func(*args, **kwargs)
-        return next((x for x in sharded if x.elements.full is result), result)  # in-place: itself
+        return next((x for x in sharded if x.elements.full is result), result)  # in-place: x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         self.elements.construction.open_only([])

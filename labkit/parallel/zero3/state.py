@@ -41,7 +41,7 @@ class WholeState:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ValueError(
             "ZeRO3: each rank has only shards, so the model cannot be copied or pickled; save its "
-            "full_state_dict(), or load that into a second ZeRO3 with load_full_state_dict()"
+            "full_state_dict(), or load it into a second ZeRO3 with load_full_state_dict()"
         )
 
     @contextmanager
@@ -71,8 +71,8 @@ class WholeState:
 
     def gradient_of_copy(self, p: nn.Parameter) -> NoReturn:
         raise ValueError(
-            f"ZeRO3: a parameter {list(p.shape)} is tied across stages of a pipeline, which "
-            "would keep different shards; untie it (tied=False), or use DDP or a ZeroOptimizer"
+            f"ZeRO3: a parameter {list(p.shape)} is tied across pipeline stages, which would "
+            "shard it differently; untie it (tied=False), or use DDP or a ZeroOptimizer"
         )
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
@@ -90,7 +90,7 @@ class WholeState:
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """The module's unsharded state in master dtype on the CPU; with `rank0_only`, {} on all
-        ranks but 0. Gathers one parameter at a time. Collective."""
+        ranks except 0. Gathers one parameter at a time. Collective."""
         self._clean_up()
         keep = self.comm.rank == 0 or not rank0_only
         state: dict[str, Any] = {}
@@ -116,7 +116,7 @@ class WholeState:
         reports = self.comm.all_gather_object((state is not None, _problem(entries, state)))
         problem = next((problem for _, problem in reports if problem), "")
         if not reports[0][0]:
-            problem = "rank 0 has no state to load; pass it there, or on every rank"
+            problem = "rank 0 has no state to load; pass a state on rank 0 or on every rank"
         if problem:
             raise ValueError(f"load_full_state_dict: {problem}")
         from_rank_0 = not all(given for given, _ in reports)
@@ -160,7 +160,7 @@ def _problem(entries: list[Entry], state: Mapping[str, Any] | None) -> str:
             has = f"{list(state[key].shape)} in the state and {list(shape)} in the model"
             return f"{key} is {has}; load the state of the same model"
     unknown = sorted(set(state) - {key for key, *_ in entries})
-    return f"the model has no {unknown[0]}, which is in the state" if unknown else ""
+    return f"the state has {unknown[0]}, which the model lacks" if unknown else ""
 
 
 def _gathered(flat: Flat, index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Units: groups of parameters that ZeRO-3 gathers together, and the predicted cost.
+"""Units, the groups of parameters that ZeRO-3 gathers together, and their predicted cost.
 
     GPT     embed.tokens, head                 one unit, since they share a weight
             embed.positions; norm              one unit per module
@@ -24,7 +24,7 @@ from labkit.parallel.zero3.flat import Flat, Place, compute_dtype_of, master_dty
 
 UnitPolicy = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 Placed = tuple[nn.Parameter, list[Place]]  # a parameter and all its places
-Group = tuple[list[nn.Module], list[Placed]]  # a unit's members, and its parameters
+Group = tuple[list[nn.Module], list[Placed]]  # a unit's members and their parameters
 NAMES = "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"
 METADATA = {getattr(Tensor, name).__get__ for name in NAMES}
 METADATA |= {Tensor.size, Tensor.dim, Tensor.numel}
@@ -41,7 +41,7 @@ class Unit:
         self.inputs = self.inputs_back = 0  # inputs of the last forward; input gradients so far
         self.has_run: set[nn.Module] = set()  # members run since the last gather
         self.awaited: set[Flat] = set()  # flats with gradients still expected in this backward
-        self.is_gathered = False  # and installed in the modules
+        self.is_gathered = False  # gathered and installed in the modules
         self.keep_gathered = False  # until the end of the pass, for use outside the unit
         self._handles: list[Handle | None] | None = None
 
@@ -150,7 +150,7 @@ def _walk(
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Also true for modules with numbered children, such as a stage from `split`."""
+    """True for lists and for modules with numbered children, such as a stage from `split`."""
     numbered = bool(module._modules) and all(name.isdecimal() for name in module._modules)
     return numbered or isinstance(module, (nn.ModuleList, nn.Sequential))
 
@@ -169,7 +169,7 @@ def units_of(
     root: nn.Module, comm: Comm, choice: UnitPolicy | None, persist_below: int,
     compute_dtype: torch.dtype | None,
 ) -> list[Unit]:  # fmt: skip
-    """Shards a module unit by unit; frees a unit's whole parameters before the next unit."""
+    """Shards a module unit by unit; frees whole parameters before sharding the next unit."""
     groups, units = group_parameters(root, choice), []
     while groups:  # drop references, so that parameters are freed once sharded
         members, parameters = groups.pop(0)
@@ -216,11 +216,11 @@ def register_hooks(unit: Unit, strategy: Any) -> None:
 def _check_gathered(strategy: Any, unit: Unit, name: str, module: nn.Module, args: Any) -> None:
     if unit.is_gathered:
         return
-    if running_backward() is None:  # otherwise forward is being recomputed
+    if running_backward() is None:  # in backward, forward is being recomputed
+        inner, outer = type(module).__name__, type(unit.members[0]).__name__
         raise ValueError(
-            f"{name} is sharded: its {type(module).__name__} was called outside the forward of "
-            f"the {type(unit.members[0]).__name__} with which it is gathered; call that module, "
-            "or make this one a separate unit (`units=`)"
+            f"{name} is sharded: its {inner} was called outside the forward of the {outer} "
+            f"with which it is gathered; call the {outer}, or make the {inner} a unit (`units=`)"
         )
     strategy._use(unit)
 
@@ -229,7 +229,7 @@ def predict(
     module: nn.Module, size: int, units: UnitPolicy | None = None, persist_below: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> Footprint:  # fmt: skip
-    """Mean bytes per rank: 1/n of sharded state; two gathers, one gradient reduction per unit."""
+    """Mean bytes per rank: 1/n of sharded state; two gathers and one reduction per unit."""
     parameters, gradients, optimizer, sent = 0, 0, 0, 0  # bytes, summed over ranks
     groups = (_kinds(group, persist_below) for _, group in group_parameters(module, units))
     for keep_whole, kind in (kind for kinds in groups for kind in kinds):

@@ -25,15 +25,15 @@ def check_module(strategy: Any, prefetch: int, persist_below: int) -> None:
     """Raises ValueError if `strategy.module` cannot be sharded or differs between ranks."""
     module: nn.Module = strategy.module
     if prefetch < 0 or persist_below < 0:
-        raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: 0 or more")
+        raise ValueError(f"prefetch={prefetch}, persist_below={persist_below}: choose 0 or more")
     for name, parameter in module.named_parameters():
         if parameter.is_meta and not hasattr(parameter, "whole"):
             raise ValueError(
                 f"{name} is on the meta device, without values; build the module inside `with "
-                "ZeRO3.init(comm):`, or call its to_empty and initialize its weights"
+                "ZeRO3.init(comm):`, or call to_empty and initialize the weights"
             )
         hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-        functions = [getattr(hook, "func", hook) for hook in hooks]  # labkit's: `while_alive`
+        functions = [getattr(hook, "func", hook) for hook in hooks]  # unwraps labkit's hooks
         if not all(getattr(x, "__module__", "").startswith("labkit.") for x in functions):
             refuse_hook()
     if any(hasattr(x, "_orig_mod") or x._compiled_call_impl for x in module.modules()):
@@ -81,8 +81,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         shards = {shard for owner in owners for _, shard in owner._named}
         if any(isinstance(owner_of(p), WholeState) and p not in shards for p in params):
             raise ValueError(
-                "ZeRO3: this optimizer has the parameters from before ZeRO3(module) sharded them, "
-                "so its steps would change nothing; create it from model.parameters() afterwards"
+                "ZeRO3: this optimizer has parameters from before ZeRO3(module) was called, so "
+                "its steps would change nothing; create it afterward, from model.parameters()"
             )
         kind, accepted = type(optimizer), signature(type(optimizer)).parameters
         defaults = {name: x for name, x in optimizer.defaults.items() if name in accepted}
@@ -96,7 +96,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if hasattr(optimizer, "found_inf"):
         raise ValueError(
             "ZeRO3: torch.amp.GradScaler checks only this rank's shards for infs, so one rank "
-            "would skip a step that others take; use labkit.GradScaler, which decides for "
+            "could skip a step that others take; use labkit.GradScaler, which decides for "
             "all ranks, or train in bfloat16, which needs no loss scaling"
         )
     has_closure = any(map(callable, (*args, *kwargs.values())))

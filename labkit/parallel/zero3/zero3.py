@@ -1,11 +1,11 @@
 """ZeRO stage 3: parameters, gradients and optimizer state are sharded; a layer's parameters are
 gathered only while the layer computes.
 
-    each rank holds   16 P/n bytes in mixed precision with Adam (master 4, gradient 4, moments 8),
-                      and the working set: the unit that computes and the next unit
+    each rank holds   16 P/n bytes for P parameters in mixed precision with Adam (master 4, gradient
+                      4, moments 8), and the gathered units: the unit in use and the next unit
     each rank sends   (2c + g) P (n-1)/n bytes per step: two all-gathers in the compute dtype
                       (c bytes per element), one reduce-scatter of gradients (g bytes per element,
-                      same dtype). P includes the padding per unit to n equal shares.
+                      same dtype). P includes each unit's padding to n equal shares.
 
 The module is split into units, such as the entries of a list. On every rank, with prefetch=1:
 
@@ -59,8 +59,8 @@ class ZeRO3(WholeState, nn.Module):
 
     `parameters()` yields this rank's flat shards; names are unchanged. After wrapping, create the
     optimizer from these shards; updates must be elementwise. Group parameters by name, since shards
-    have `p.ndim` 1. Clip with `model.clip_grad_norm_`; scale with labkit.GradScaler (torch's
-    raises). All ranks must use the same units in the same order. torch.compile skips the model.
+    have `p.ndim` 1. Clip with `model.clip_grad_norm_`; scale with labkit.GradScaler, not
+    torch's. All ranks must use the same units in the same order. torch.compile skips the model.
     """
 
     init = staticmethod(sharded_init)  # in `with ZeRO3.init(comm):` no rank holds the full model

@@ -8,9 +8,9 @@ all_forwards_first: no more than min(p - stage, m)
     return make_schedule("gpipe", stages, microbatches)[stage]
 one_at_a_time: How many forwards does a stage run
     return make_schedule("naive", stages, microbatches)[stage]
-ignores_the_number_of_microbatches: stage 0 does F3 at position 3, but there are 3 micro-batches
+ignores_the_number_of_microbatches: stage 0 runs F3 at position 3, but there are 3 micro-batches
     min(stages - 1 - stage, microbatches) -> stages + 3
-drops_the_cool_down: never does B4
+drops_the_cool_down: never runs B4
     return actions -> return actions[: len(actions) - (stages - 1 - stage)]
 strings: an Action is needed
     return actions -> return [str(action) for action in actions]
@@ -58,7 +58,7 @@ weights_at_once: How late can W be
     Action("weight", k - stage) -> Action("weight", k)
 all_weights_at_the_end: W cannot come that late
     return actions -> return sorted(actions, key=lambda action: action.phase == "weight")
-drops_the_last_weight: never does W3, the other half of I3
+drops_the_last_weight: never runs W3, the other half of I3
     return actions -> return [action for action in actions if action != ("weight", 3, 0)]
 weights_first: weight after input
     if k >= stage: -> if k < microbatches:

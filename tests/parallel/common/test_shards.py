@@ -143,7 +143,7 @@ def test_the_groups_of_some_parameters_come_once_and_in_order() -> None:
 def test_a_mark_that_cannot_be_is_refused() -> None:
     comm: Comm = Ranks((0, 1))
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
-        raises("start:stop of 0:whole", Shard, comm, dim, start, stop, whole)
+        raises("0 <= start <= stop <= whole", Shard, comm, dim, start, stop, whole)
     for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
         raises(r"\[4, 3\] cannot be 0:", mark_shard, nn.Linear(3, 4).weight, shard)
 

@@ -122,7 +122,7 @@ def test_a_broken_schedule_is_refused_with_its_first_broken_rule() -> None:
     lists = schedule("1f1b", 2, 2)
     lists[0][0], lists[0][1] = lists[0][1], lists[0][0]  # F1 F0: still a schedule
     lists[1] = [Action("backward", 0), *(one for one in lists[1] if one != ("backward", 0, 0))]
-    rule = "stage 1 does B0 at position 0, before its F0 at position 1"
+    rule = "stage 1 runs B0 at position 0, before its F0 at position 1"
     error = raises(rule, make, stages(), schedule=lists, error=ScheduleError)
     assert error.rule == "backward after forward"
 
@@ -139,7 +139,7 @@ def with_more() -> nn.Module:
     (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
-    (lambda: split(with_more(), 2), "but not its extra; pass"),
+    (lambda: split(with_more(), 2), "but a Custom also has extra; pass"),
     (lambda: PacedStage(-1), "forward_s=-1: choose 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),

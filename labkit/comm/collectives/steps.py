@@ -71,7 +71,7 @@ def pieces_of(x: torch.Tensor) -> Chunks:
 
 
 def pieces_of_chunks(chunks: Chunks) -> list[Chunks]:
-    """Split chunks into equally many pieces of at most PIECE_BYTES; list k: all chunks' piece k."""
+    """Split chunks into equally many pieces of at most PIECE_BYTES; list k has all k-th pieces."""
     count = piece_count(max(chunk.nbytes for chunk in chunks))
     return [list(piece) for piece in zip(*(chunk.tensor_split(count) for chunk in chunks))]
 

@@ -3,13 +3,13 @@
     ||g|| = ( sum over elements |g_i|^p )^(1/p)          p = 2, or p = inf: max |g_i|
     g <- g * min(1, max_norm / ||g||)
 
-Under data parallelism every rank holds all averaged gradients and clips like a single process.
-Under ZeRO each rank holds a slice; sums of p-th powers are additive, so one scalar is all-reduced.
+Under data parallelism, every rank holds all averaged gradients and clips like a single process.
+Under ZeRO, each rank holds a slice; sums of p-th powers are additive, so one scalar is all-reduced.
 
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, norm 3 on both ranks
 
-Under tensor parallelism a rank holds shards of some parameters and replicas of the rest
+Under tensor parallelism, a rank holds shards of some parameters and replicas of the rest
 (common/shards.py). Replicas must count once, so only the shards' sums are all-reduced:
 
         tp rank 0   shards 3    norms, biases 2 \\
@@ -48,7 +48,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales gradients to a global norm of at most `max_norm`; returns the norm before clipping,
     equal on all ranks. Collective: call after backward on every rank, with a wrapped module, its
-    optimizer or its parameters. Under a Pipeline the norm covers all stages.
+    optimizer or its parameters. Under a Pipeline, the norm covers all stages.
 
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
     optimizer, not the model: the optimizer's step unscales and clips 16-bit gradients. Raises
@@ -190,6 +190,6 @@ def _parameters_of(trained: Any) -> list[Tensor]:
     if not given or not all(isinstance(p, Tensor) for p in given):
         raise ValueError(
             f"clip_grad_norm: this {type(trained).__name__} is empty or has items other than "
-            "tensors; pass parameters (a generator works once), the wrapped model or its optimizer"
+            "tensors; pass parameters (a list, for example), the wrapped model or its optimizer"
         )
     return given

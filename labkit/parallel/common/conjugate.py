@@ -52,8 +52,8 @@ def reduce_from_ranks(x: Tensor, comm: Comm) -> Tensor:
 
 
 def gather_from_ranks(x: Tensor, comm: Comm, dim: int) -> Tensor:
-    """Concatenates all ranks' `x` (equal shapes) along `dim`; backward slices the gradient. For
-    results that all ranks use identically, so that each rank computes the whole gradient."""
+    """Concatenates all ranks' `x` (equal shapes) along `dim`; backward slices the gradient. All
+    ranks must use the result identically, so that each rank computes the whole gradient."""
     return x if comm.size == 1 else Exchange.apply(x, gathered, own_part, comm, dim)
 
 
@@ -144,6 +144,6 @@ def check_divides(x: Tensor, comm: Comm, dim: int) -> None:
         below = length - length % comm.size
         fits = f"{below} or {below + comm.size}" if below else f"{comm.size}"
         raise ValueError(
-            f"dim {dim} of a tensor {list(x.shape)} is {length} long, which cannot be split "
-            f"evenly over {comm.size} ranks; choose a multiple of {comm.size}, such as {fits}"
+            f"dim {dim} of a tensor of shape {list(x.shape)} has size {length}, which cannot be "
+            f"split evenly over {comm.size} ranks; choose a multiple of {comm.size}, such as {fits}"
         )

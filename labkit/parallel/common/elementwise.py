@@ -1,5 +1,5 @@
 """Tests whether an optimizer can be sharded. Updates must be elementwise, as in SGD and Adam (not
-Adafactor, Muon or LBFGS), and groups must not count steps, since ZeRO steps once per bucket."""
+Adafactor, Muon or LBFGS). Groups must not count steps, because ZeRO steps once per bucket."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 def check_elementwise(
     optimizer_cls: Optimizer, options: dict[str, Any], device: torch.device
 ) -> None:
-    """Steps on a matrix, whole and as two flat slices; raises ValueError if results differ."""
+    """Optimizes a matrix, whole and as two flat slices; raises ValueError if the results differ."""
     # In a separate thread, where no recording or fake-tensor mode is active.
     with ThreadPoolExecutor(1) as thread:
         name, why = thread.submit(_difference, optimizer_cls, options, device).result()

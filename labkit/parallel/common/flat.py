@@ -110,8 +110,8 @@ class GradBuffer:
         """Marks the gradient of `p` as ready; raises RuntimeError if `p` is marked already."""
         if p not in self.missing:
             raise RuntimeError(
-                f"the gradient of {self._names[p]} was computed twice in one backward, as "
-                "reentrant checkpointing does: use torch.utils.checkpoint(..., "
+                f"the gradient of {self._names[p]} was computed twice in one backward, as in "
+                "reentrant checkpointing: use torch.utils.checkpoint(..., "
                 "use_reentrant=False). If an error interrupted the last backward, call zero_grad()"
             )
         self.missing.remove(p)

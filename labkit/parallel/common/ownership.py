@@ -118,7 +118,7 @@ def _no_owner() -> None: ...
 
 
 class ParamSnapshot:
-    """Records the tensor and frozen state per parameter name, to detect later changes."""
+    """Records the tensor and the frozen state of each parameter name, to detect later changes."""
 
     def __init__(self, module: nn.Module):
         self._modules = list(module.modules())  # kept alive, so that their ids are not reused

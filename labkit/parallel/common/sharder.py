@@ -44,8 +44,8 @@ class OwnsGradientPieces(Protocol):
     """Shards the averaged gradients over ranks."""
 
     def gradient_pieces(self) -> tuple[list[Tensor], Comm]:
-        """Returns (this rank's averaged gradients, of any shape, writable in place; the comm over
-        which the norm counts each element once). `piece.piece_of` is the parameter."""
+        """Returns this rank's averaged gradients (any shape, writable in place), and the comm over
+        which the norm counts each element once. `piece.piece_of` is the parameter."""
 
 
 class TiedGradient(Protocol):
@@ -95,7 +95,7 @@ class InStages(Protocol):
         """The state dict of all stages."""
 
     def stages_here(self) -> list[tuple[str, nn.Module]]:
-        """(Name prefix in the whole model, stage or its wrapper such as DDP) per local stage."""
+        """Per local stage: (name prefix in the whole model, stage or its wrapper, such as DDP)."""
 
 
 class LossScaler(Protocol):
@@ -154,7 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module inside any wrapper without parameters; for a Pipeline, this rank's stages."""
+    """The module inside wrappers that add no parameters; for a Pipeline, this rank's stages."""
     if isinstance(model, InStages):
         return model.module
     inside = getattr(model, "module", None)

@@ -237,7 +237,7 @@ def test_what_cannot_be_cut() -> None:
     words = "Sequential has no layer that tensor_parallel can shard"
     raises(words, tensor_parallel, whole, Comm())
     model = tensor_parallel(model_of(), Comm(), sequence=True)
-    words = "11 long, which cannot be split evenly over 2 ranks.*10 or 12"
+    words = "has size 11, which cannot be split evenly over 2 ranks.*10 or 12"
     raises(words, model, torch.zeros(2, 11, dtype=torch.long))
 
 

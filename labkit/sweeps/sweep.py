@@ -4,8 +4,8 @@
     busbw = algbw x factor        comparable with a link's peak rate for any number of ranks
 
 S and the factors follow nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive: its
-src/*.cu). S is the total size, of n shards if an operation takes shards. there_and_back is
-labkit's own: a message of S bytes from an even rank to the next, and a reply of S bytes.
+src/*.cu). S is the total size, of n shards if an operation takes shards. labkit adds
+`there_and_back`: a message of S bytes from an even rank to the next, and a reply of S bytes.
 """
 
 import json
@@ -78,7 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a run; `about`: host, backend, versions, turns, and the times' statistic."""
+    """All points of a run; `about`: host, backend, versions, turns, and how times are averaged."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)

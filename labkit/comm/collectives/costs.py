@@ -60,7 +60,7 @@ def power_of_two(n: int) -> int:
 
 
 def double_tree(n: int) -> list[list[int | None]]:
-    """Each rank's parent (None: the root) in two trees. In the first, odd ranks are leaves; a parent
+    """Each rank's parent (root: None) in two trees. In the first, odd ranks are leaves; a parent
     has the rank's lowest set bit moved up by one, or cleared if that exceeds n - 1. The second
     mirrors (n even) or shifts (n odd) the first: even ranks, except 0 if n is odd, are leaves."""
 

@@ -52,7 +52,7 @@ def interleave(*algorithms: Algorithm) -> Algorithm:
 
 
 class SubsetWire(Wire):
-    """A wire over `ranks`, a subset of a group, including this rank; `ranks[0]` becomes rank 0."""
+    """A `Wire` over `ranks`, a subset of a group that includes this rank; `ranks[0]` is rank 0."""
 
     def __init__(self, wire: Wire, ranks: Sequence[int]):
         self._wire, self._ranks = wire, ranks

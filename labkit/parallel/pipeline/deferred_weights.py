@@ -46,7 +46,7 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
 
 
 def run_later(later: Later, hooked: Iterable[nn.Parameter] = ()) -> None:
-    """Run the halves in `later` as one backward, with the hooks of `hooked`, and empty `later`."""
+    """Run the halves in `later` as one backward, including hooks of `hooked`; empty `later`."""
     roots = [make() for make in later]
     roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zero gradients
     later.clear()
@@ -70,7 +70,7 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
-    not inputs, as autograd would then call their hooks too early. The anchor lets backward run even
+    not inputs, because autograd would call their hooks too early. The anchor lets backward run even
     if x needs no gradient."""
 
     @staticmethod

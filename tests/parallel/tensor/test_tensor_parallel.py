@@ -221,8 +221,8 @@ def test_bfloat16(way: str, casting: str) -> None:
 @on_each_rank("world3")
 def test_heads_that_do_not_divide() -> None:
     for changes, words in (
-        ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*a divisor of 8"),
-        ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a divisor of 4"),
+        ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*a rank count that divides 8"),
+        ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a rank count that divides 4"),
     ):
         raises(words, tensor_parallel, model_of(**changes), Comm())
     words = r" 10 long.* 3 ranks; choose a multiple of 3, such as 9 or 12$"

@@ -167,7 +167,7 @@ def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
 @on_each_rank("world2")
 def test_an_invalid_gate_is_refused_by_name() -> None:
     for options, words in (
-        ({"gate": 1}, r"0\.gate has 1 features and up 24.*rename the gate"),
+        ({"gate": 1}, r"0\.gate has 1 features, but up has 24.*rename the gate"),
         ({"hidden": 9}, r"9 hidden features of 0 are not divisible by 2"),
     ):
         raises(words, tensor_parallel, nn.Sequential(gated(**options)), Comm())

@@ -1,6 +1,6 @@
 """The communicator: torch.distributed's operations on one process group, with the same names.
 
-A `Comm` also records an event per operation, with byte counts, lets ranks compare calls
+A `Comm` also records an event with byte counts per operation, lets ranks compare their calls
 before a mismatch can hang them, and accepts any dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group

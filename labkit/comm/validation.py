@@ -1,11 +1,10 @@
-"""Argument validation before communication: later, a mistake would look like a failed peer."""
+"""Argument validation before communication, in which mistakes would look like failed peers."""
 
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from labkit.events import ranks_in_words
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.send_receive import REDUCTIONS
 
@@ -48,8 +47,7 @@ def check_list(
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
-            f"{op}: {name} has length {len(tensors)}; pass one tensor for each of "
-            f"{ranks_in_words(size)}"
+            f"{op}: {name} has length {len(tensors)}; pass {size} tensors, one per rank"
         )
     if own is not None and own.numel() != tensors[rank].numel():
         raise ValueError(

@@ -431,13 +431,13 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
         "cannot send to or receive from itself; copy the tensor": lambda: c.send(ones(3), rank),
         "tag 1048576 is out of range; choose 0 to 1048575":
             lambda: c.irecv(ones(3), peer, tag=1 << 20),
-        "all_gather: outs has length 3; pass one tensor for each of 2 ranks":
+        "all_gather: outs has length 3; pass 2 tensors, one per rank":
             lambda: c.all_gather([ones(3)] * 3, ones(3)),
         "all_gather: this rank's tensor has 4 elements, but outs[":
             lambda: c.all_gather([ones(3)] * 2, ones(4)),
         "reduce_scatter: the tensors have different dtypes; convert them to one dtype":
             lambda: c.reduce_scatter(ones(3), [ones(3), ones(3).double()]),
-        "all_to_all: ins has length 1; pass one tensor for each of 2 ranks":
+        "all_to_all: ins has length 1; pass 2 tensors, one per rank":
             lambda: c.all_to_all([ones(3)] * 2, [ones(3)]),
         "reduce_scatter_tensor: a tensor of shape [7] cannot be split into 2 equal parts; pad it":
             lambda: c.reduce_scatter_tensor(ones(3), ones(7)),

@@ -89,7 +89,7 @@ class InStages(Protocol):
         """The ranks of `comm` that hold `parameter`: more than one if tied across stages."""
 
     def counts_here(self, parameter: Tensor) -> bool:
-        """Whether this is the first rank with `parameter`, where norms count a tied gradient."""
+        """Whether this is the first rank that holds `parameter`; only it counts a tied gradient."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state dict of all stages."""

@@ -10,7 +10,7 @@
 torch stores A transposed, as weight [out, in]. Columns followed by rows need one all-reduce in
 forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`, x outside the pair is
 sharded, [b, s/t, in]: columns gather x (and again in backward, overlapped with dx = dy Aᵀ), and
-rows reduce-scatter y; in forward, both together send as many bytes as the all-reduce.
+rows reduce-scatter y; in forward, the two together send as many bytes as the all-reduce.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for other tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: a token's row is on one rank

@@ -51,9 +51,9 @@ def tensor_parallel(
     the optimizer and wrap the model in DDP or ZeRO afterward.
 
     Args:
-        model: gets rank 0's weights. Layers are found by name: attention (`q`, `k`, `v`, `out` and
-            `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens` and,
-            if any, `positions`) and the `head`.
+        model: receives rank 0's weights. Layers are found by name: attention (`q`, `k`, `v`, `out`
+            and `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens`
+            and, if any, `positions`) and the `head`.
         comm: the ranks that share the model, such as `mesh.tp`. These ranks need the same batch
             and seed, so that dropout is equal on replicas and differs between shards.
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.

@@ -219,7 +219,7 @@ class SplitTrial:
         if unused := {*self.names} - {*called}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(name == self.row and x.requires_grad for name, x in whole):
-            raise self._refusal(f"the input of {self.row} depends on more than their outputs")
+            raise self._refusal(f"the input of {self.row} depends on more than these features")
         for rank in (0, self.size - 1) if not self.is_random else ():
             expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:

@@ -198,7 +198,7 @@ def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
 
 
 def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
-    """Costs of a hierarchical all-reduce: separate inside and between nodes, since links differ."""
+    """The costs of a hierarchical all-reduce: one inside nodes, and one between nodes."""
     k = ranks_per_node
     ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
     return ring, cost("all_reduce", "ring", nodes, nbytes / k)

@@ -52,9 +52,9 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         way: "ring" needs s divisible by 2n; "ulysses" also needs n to divide both head counts.
 
     Returns the model with the same weights and names. `positions` defaults to this rank's
-    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy that
-    does not span `comm` owns parameters; in forward, if s is not divisible by 2n or exceeds
-    the model's context."""
+    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or if parameters
+    belong to a strategy that does not span `comm`; in forward, if s is not divisible by 2n or
+    exceeds the model's context."""
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')

@@ -225,7 +225,7 @@ def test_heads_that_do_not_divide() -> None:
         ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a rank count that divides 4"),
     ):
         raises(words, tensor_parallel, model_of(**changes), Comm())
-    words = r" 10 long.* 3 ranks; choose a multiple of 3, such as 9 or 12$"
+    words = r"has size 10,.* 3 ranks; choose a multiple of 3, such as 9 or 12$"
     raises(words, ColumnParallelLinear, 4, 10, Comm())
     raises(words, RowParallelLinear, 10, 4, Comm())
 

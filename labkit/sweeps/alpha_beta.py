@@ -21,7 +21,7 @@ FAR = 14.0  # log of a factor of a million, beyond which alpha or beta is practi
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost of one algorithm of an operation on `ranks` ranks. `error` is the root mean square
+    """The cost of one algorithm for an operation on `ranks` ranks. `error` is the root mean square
     of log(predicted / measured): 0.1 means typically 10% off."""
 
     op: str

@@ -1,6 +1,6 @@
 """The communicator: torch.distributed's operations on one process group, with the same names.
 
-A `Comm` also records an event per operation, with byte counts, lets ranks compare calls
+A `Comm` also records an event with byte counts per operation, lets ranks compare their calls
 before a mismatch can hang them, and accepts any dtype and memory layout on any backend.
 
     comm = Comm()                                  # the default group
@@ -8,7 +8,7 @@ before a mismatch can hang them, and accepts any dtype and memory layout on any 
     handle = comm.all_reduce(x, async_op=True)     # or asynchronous: compute without using x,
     handle.wait()                                  # then wait
 
-`algorithm` names an algorithm of comm/collectives; by default, transports/chooser.py selects it.
+By default, runtime/transports/chooser.py selects the `algorithm` (see comm/collectives).
 """
 
 import pickle
@@ -50,17 +50,17 @@ Finish = list[Callable[[], object]]
 class Comm:
     """The communicator of one torch.distributed process group (None: the default group).
 
-    `rank`, `size` and arguments such as `src` refer to ranks of the group; `ranks` lists the global
+    `rank`, `size` and arguments such as `src` refer to the group; `ranks` lists its members' global
     ranks. Operations block and return None, or return a `Handle` if `async_op=True`. Tensors are
     dense, of any dtype and shape; the tensors of one call share a dtype. The `..._tensor` and
     `..._single` variants split a contiguous tensor. For `label`, see `labelled`.
 
-    Raises RuntimeError if no process group is initialized, ValueError outside the group. Operations
-    raise TypeError for a non-tensor, ValueError for inconsistent arguments, CollectiveMismatch if
-    ranks call different operations, CommError if an operation fails in progress.
+    Raises RuntimeError if no process group is initialized, ValueError if this rank is not a member.
+    Operations raise TypeError for a non-tensor, ValueError for inconsistent arguments,
+    CollectiveMismatch if ranks call different operations, CommError if a running operation fails.
     """
 
-    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on an axis: the mesh's Comm, all lines
+    parallel: "tuple[Comm, list[list[int]]] | None" = None  # on a mesh axis: (mesh Comm, lines)
 
     def __init__(self, group: Any = None, label: str = ""):
         if not dist.is_initialized():
@@ -112,8 +112,8 @@ class Comm:
     def subgroup(self, ranks: Sequence[int], *, shared: bool = False) -> "Comm | None":
         """A `Comm` over some ranks, renumbered in ascending order; None on all other ranks.
 
-        All ranks, members or not, call this on the `Comm` of all ranks, with the same `ranks`. On
-        a mesh axis, all ranks of the mesh call this, and each gets the subgroup of its own line.
+        All ranks, members or not, must call this on the `Comm` of all ranks, with the same `ranks`.
+        On a mesh axis, all ranks of the mesh must call this; each gets the subgroup of its line.
         `shared` reuses a group that was created with `shared` for the same ranks. A later call or
         `World` run destroys a gloo group once all its ranks have dropped the group's `Comm`.
         """
@@ -149,7 +149,7 @@ class Comm:
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch if `value()`, a short text about `what`, differs between ranks.
-        All ranks must call this. Acts only under `World(check=True)`; sends nothing."""
+        All ranks must call this. Compares only under `World(check=True)`; sends nothing."""
         self._dispatcher.compare(what, value)
 
     def compare_calls(self) -> None:
@@ -211,7 +211,7 @@ class Comm:
         self, out: torch.Tensor, ins: Tensors, op: Op = "sum", async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Set `out` to the reduction of all ranks' ins[rank]; the inputs may differ in size."""
+        """Set `out` to the reduction of all ranks' `ins[rank]`; the inputs may differ in size."""
         check_op(op, out)
         check_list("reduce_scatter", "ins", ins, self.rank, self.size, out)
         finish: Finish = []
@@ -250,7 +250,7 @@ class Comm:
     def all_gather(
         self, outs: Tensors, x: torch.Tensor, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set outs[i] to rank i's `x`, on all ranks; the outputs may differ in size."""
+        """Set `outs[i]` to rank i's `x`, on all ranks; the outputs may differ in size."""
         check_list("all_gather", "outs", outs, self.rank, self.size, x)
         finish: Finish = []
         flat = self._dispatcher.stage(x, None)
@@ -273,7 +273,7 @@ class Comm:
         self, x: torch.Tensor, outs: Tensors | None = None, dst: int = 0, async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Set outs[i] on rank `dst` to rank i's `x`; `outs` is None on the other ranks."""
+        """Set `outs[i]` on rank `dst` to rank i's `x`; `outs` is None on the other ranks."""
         finish: Finish = []
         outs = check_rooted("gather", "outs", outs, x, dst, self.rank, self.size)
         chunks = None if outs is None else [self._dispatcher.stage(out, finish) for out in outs]
@@ -289,7 +289,7 @@ class Comm:
         self, out: torch.Tensor, ins: Tensors | None = None, src: int = 0, async_op: bool = False,
         algorithm: str = "",
     ) -> Handle | None:  # fmt: skip
-        """Set `out` to ins[rank] of rank `src`; `ins` is None on the other ranks."""
+        """Set `out` to `ins[rank]` of rank `src`; `ins` is None on the other ranks."""
         finish: Finish = []
         ins = check_rooted("scatter", "ins", ins, out, src, self.rank, self.size)
         chunks = None if ins is None else [self._dispatcher.stage(x, None) for x in ins]
@@ -304,7 +304,7 @@ class Comm:
     def all_to_all(
         self, outs: Tensors, ins: Tensors, async_op: bool = False, algorithm: str = ""
     ) -> Handle | None:
-        """Set outs[j] of rank i to ins[i] of rank j: a transpose across ranks."""
+        """Set `outs[j]` of rank i to `ins[i]` of rank j: a transpose across ranks."""
         check_list("all_to_all", "outs", outs, self.rank, self.size)
         check_list("all_to_all", "ins", ins, self.rank, self.size, outs[self.rank])
         finish: Finish = []
@@ -350,14 +350,14 @@ class Comm:
         )  # fmt: skip
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """A list of all ranks' picklable `obj`, on all ranks. For small objects: the sizes are sent
-        first, then the pickled bytes; events count both."""
+        """A list of all ranks' picklable `obj`, on all ranks. Intended for small objects: sends the
+        sizes first, then the pickled bytes. Events count both."""
         with no_modes():
             flat = self._pickled(obj)
             size = torch.tensor([flat.numel()], device=flat.device)
             sizes = size.repeat(self.size)
             self.all_gather_into_tensor(sizes, size)
-            # A fake group receives nothing: all ranks' objects are copies of this rank's object.
+            # A fake process group receives nothing, so all entries become copies of `obj`.
             received = [
                 flat.clone() if n == flat.numel() else flat.new_empty(n) for n in sizes.tolist()
             ]

@@ -1,7 +1,7 @@
-"""The placeholder for a pickled `Comm`: a process group cannot be pickled.
+"""The placeholder for a pickled `Comm`, since a process group cannot be pickled.
 
-An unpickled parallel model still computes, and its parameters keep their shard marks; only
-communication raises. To load a model on different ranks, save a checkpoint instead.
+An unpickled parallel model still computes, and its parameters keep their shard marks; communication
+raises an error. To load a model on different ranks, save a checkpoint instead.
 """
 
 from dataclasses import dataclass

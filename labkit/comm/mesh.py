@@ -10,7 +10,7 @@
     rank 5 is at pp 1, dp 0, tp 1: its mesh.tp has ranks (4, 5), mesh.dp (5, 7), mesh.pp (1, 5);
     mesh["pp", "dp"], along both axes, has all ranks at tp 1: (1, 3, 5, 7)
 
-Along the last axis, ranks are consecutive, often in one node: use this axis for the most traffic
+Along the last axis, ranks are consecutive, often on one node: use this axis for the most traffic
 (Narayanan et al., arXiv 2104.04473, section 3.2, takeaway 1: tensor parallelism inside a node).
 """
 
@@ -28,7 +28,7 @@ class Mesh:
         <axis>    this rank's `Comm` along that axis: mesh.dp, or mesh["dp"]
 
     All ranks must create the mesh, and request the same multi-axis groups, such as
-    mesh["dp", "cp"], in the same order. Groups list ranks in mesh order; equal meshes share them.
+    mesh["dp", "cp"], in the same order. Groups list ranks in mesh order; equal meshes share groups.
     Raises ValueError unless the axes cover all ranks, KeyError for an unknown axis.
 
     >>> model = DDP(context_parallel(model, mesh.cp), mesh["dp", "cp"])
@@ -139,7 +139,7 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
             for factors in closest[:3]
         )
         needs = f"Mesh({axes}) needs {ranks_in_words(prod(sizes.values()))}, but there are {ranks}"
-        raise ValueError(f"{needs}: {fit} would do")
+        raise ValueError(f"{needs}; choose {fit}")
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:

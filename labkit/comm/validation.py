@@ -1,11 +1,10 @@
-"""Argument validation before communication: later, a mistake would look like a failed peer."""
+"""Argument validation before communication, in which mistakes would look like failed peers."""
 
 from collections.abc import Sequence
 from functools import cache
 
 import torch
 
-from labkit.events import ranks_in_words
 from labkit.runtime.process_context import here
 from labkit.runtime.transports.send_receive import REDUCTIONS
 
@@ -32,7 +31,7 @@ def check_tensor(x: object) -> None:
     """Raises TypeError for a non-tensor."""
     if not isinstance(x, torch.Tensor):
         how = "torch.tensor([value])" if isinstance(x, (int, float)) else "torch.as_tensor(value)"
-        raise TypeError(f"only tensors can be sent, not a {type(x).__name__}; wrap it: {how}")
+        raise TypeError(f"only tensors can be sent, not {type(x).__name__}; wrap it: {how}")
 
 
 def describe(x: torch.Tensor) -> str:
@@ -43,12 +42,12 @@ def describe(x: torch.Tensor) -> str:
 def check_list(
     op: str, name: str, tensors: Tensors, rank: int, size: int, own: torch.Tensor | None = None
 ) -> None:
-    """Raises unless there is one tensor per rank, dtypes match, and tensors[rank] fits `own`."""
+    """Raises an error unless there is one tensor per rank, dtypes match, and sizes fit `own`."""
     for x in (*tensors, *([] if own is None else [own])):
         check_tensor(x)
     if len(tensors) != size:
         raise ValueError(
-            f"{op}: {name} has {len(tensors)} tensors for {ranks_in_words(size)}; pass one per rank"
+            f"{op}: {name} has length {len(tensors)}; pass {size} tensors, one per rank"
         )
     if own is not None and own.numel() != tensors[rank].numel():
         raise ValueError(
@@ -77,7 +76,8 @@ def check_rooted(
 def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
     """Split `whole` into n equal flat views. Raises ValueError if `whole` cannot be split."""
     if whole.numel() % n or not whole.is_contiguous():
-        problem = "is not contiguous" if whole.numel() % n == 0 else f"is not divisible by {n}"
+        is_even = whole.numel() % n == 0
+        problem = "is not contiguous" if is_even else f"cannot be split into {n} equal parts"
         raise ValueError(
             f"{op}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
             "that takes a list of tensors"
@@ -106,5 +106,5 @@ def _refusal(op: str, dtype: torch.dtype, on_gpu: bool) -> str:
             on_gpu or REDUCTIONS[op](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
             on_gpu or op != "mean" or torch.empty(1, dtype=dtype).div_(1)
     except RuntimeError:
-        return f"torch has no {op} of {dtype}; convert it first, as to torch.int32 or float32"
+        return f"torch has no {op} of {dtype}; convert it first, for example to torch.float32"
     return ""

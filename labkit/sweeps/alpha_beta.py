@@ -4,7 +4,7 @@
 
 labkit/comm/collectives/costs.py defines steps and bytes. alpha is seconds per step, beta seconds
 per byte (reduction included); neither is negative. The fit minimizes the sum of squares of
-log(predicted / measured): with absolute errors, 4 KiB would not count against 64 MiB.
+log(predicted / measured): with absolute errors, 4 KiB would hardly count next to 64 MiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ FAR = 14.0  # log of a factor of a million, beyond which alpha or beta is practi
 
 @dataclass(frozen=True)
 class Fit:
-    """The cost of one algorithm of an operation on `ranks` ranks. `error` is the root mean square
+    """The cost of one algorithm for an operation on `ranks` ranks. `error` is the root mean square
     of log(predicted / measured): 0.1 means typically 10% off."""
 
     op: str
@@ -99,7 +99,7 @@ def least(
 
 def fit_sweep(sweep: Sweep) -> list[Fit]:
     """A fit per operation, number of ranks and algorithm measured at several sizes. "default" is
-    not fitted, as labkit's choice of algorithm changes with the size."""
+    not fitted, because labkit's choice of algorithm changes with the size."""
     names = dict.fromkeys((p.op, p.ranks, p.algorithm) for p in sweep.points)
     lines = [sweep.of(*name) for name in names if name[-1] != DEFAULT]
     return [fit(line) for line in lines if len({point.size_bytes for point in line}) > 1]
@@ -108,7 +108,7 @@ def fit_sweep(sweep: Sweep) -> list[Fit]:
 def crossovers(
     fits: Sequence[Fit], from_bytes: float, to_bytes: float
 ) -> list[tuple[float, str, str]]:
-    """Sizes at which the fastest fit changes: (bytes, algorithm before, algorithm from there)."""
+    """Sizes at which the fastest fit changes: (bytes, algorithm below, algorithm from there on)."""
     sizes = np.geomspace(from_bytes, to_bytes, FINE)
     best = [min(fits, key=lambda line: line.seconds(size)).algorithm for size in sizes]
     changes = zip(sizes[1:], best, best[1:])

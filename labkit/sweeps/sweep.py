@@ -3,9 +3,9 @@
     algbw = S / t                 bytes of the operation divided by its time
     busbw = algbw x factor        comparable with a link's peak rate for any number of ranks
 
-S and the factors follow nccl-tests (doc/PERFORMANCE.md; gather, scatter, and send and receive: its
-src/*.cu). S is the total size, of n shards if an operation takes shards. there_and_back is
-labkit's own: a message of S bytes from an even rank to the next, and a reply of S bytes.
+S and the factors follow nccl-tests (doc/PERFORMANCE.md or, for gather, scatter, send and receive,
+src/*.cu). S is the total size, of n shards if an operation takes shards. labkit adds
+`there_and_back`: a message of S bytes from an even rank to the next, and a reply of S bytes.
 """
 
 import json
@@ -52,7 +52,7 @@ class Point:
     redop: str
     algorithm: str  # "default" if none was named; the backend's name for its own algorithm
     chosen: str  # the algorithm that ran
-    own: bool  # the backend's own algorithm
+    own: bool  # whether this is the backend's own algorithm
     time_s: float  # per call
     ratio: float  # time_s divided by the time of the backend's own algorithm
     wrong: int | None  # wrong elements over all ranks; None if not checked
@@ -78,7 +78,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All points of a run; `about`: host, backend, versions, turns, and the times' statistic."""
+    """All points of a run; `about`: host, backend, versions, turns, and how times are averaged."""
 
     points: list[Point]
     about: dict[str, Any] = field(default_factory=dict)

@@ -431,15 +431,15 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
         "cannot send to or receive from itself; copy the tensor": lambda: c.send(ones(3), rank),
         "tag 1048576 is out of range; choose 0 to 1048575":
             lambda: c.irecv(ones(3), peer, tag=1 << 20),
-        "all_gather: outs has 3 tensors for 2 ranks; pass one per rank":
+        "all_gather: outs has length 3; pass 2 tensors, one per rank":
             lambda: c.all_gather([ones(3)] * 3, ones(3)),
         "all_gather: this rank's tensor has 4 elements, but outs[":
             lambda: c.all_gather([ones(3)] * 2, ones(4)),
         "reduce_scatter: the tensors have different dtypes; convert them to one dtype":
             lambda: c.reduce_scatter(ones(3), [ones(3), ones(3).double()]),
-        "all_to_all: ins has 1 tensors for 2 ranks":
+        "all_to_all: ins has length 1; pass 2 tensors, one per rank":
             lambda: c.all_to_all([ones(3)] * 2, [ones(3)]),
-        "reduce_scatter_tensor: a tensor of shape [7] is not divisible by 2; pad it":
+        "reduce_scatter_tensor: a tensor of shape [7] cannot be split into 2 equal parts; pad it":
             lambda: c.reduce_scatter_tensor(ones(3), ones(7)),
         "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pad it":
             lambda: c.all_gather_into_tensor(ones(2, 3).t(), ones(3)),
@@ -449,20 +449,20 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
             lambda: c.irecv(ones(3, 1).expand(3, 2), peer),
         "a tensor of layout torch.sparse_coo cannot be sent; pass x.to_dense()":
             lambda: c.all_reduce(torch.eye(3).to_sparse()),
-        "torch has no max of torch.uint16; convert it first":
+        "torch has no max of torch.uint16; convert it first, for":
             lambda: c.all_reduce(ones(3).to(torch.uint16), "max"),
-        "only tensors can be sent, not a float; wrap it: torch.tensor([value])":
+        "only tensors can be sent, not float; wrap it: torch.tensor([value])":
             lambda: c.send(5.0, peer),
-        "only tensors can be sent, not a int; wrap it": lambda: c.all_reduce(5, "max"),
-        "only tensors can be sent, not a ndarray; wrap it: torch.as_tensor(value)":
+        "only tensors can be sent, not int; wrap it": lambda: c.all_reduce(5, "max"),
+        "only tensors can be sent, not ndarray; wrap it: torch.as_tensor(value)":
             lambda: c.broadcast(ones(3).numpy()),
-        "only tensors can be sent, not a bool": lambda: c.all_gather([True] * 2, ones(1)),
-        "only tensors can be sent, not a str": lambda: c.all_gather([ones(1)] * 2, "x"),
+        "only tensors can be sent, not bool": lambda: c.all_gather([True] * 2, ones(1)),
+        "only tensors can be sent, not str": lambda: c.all_gather([ones(1)] * 2, "x"),
         "cannot move meta tensors": lambda: c.all_reduce(ones(3, device="meta")),
         "subgroup: choose at least one rank, each once, not [0, 0]": lambda: c.subgroup([0, 0]),
         "subgroup: choose at least one rank, each once, not []": lambda: c.subgroup([]),
         "rank 7 is not in this group": lambda: c.subgroup([0, 7]),
-        "scatter: ins has 1 tensors for 2 ranks": lambda: c.scatter(ones(3), [ones(3)], rank),
+        "scatter: ins has length 1; pass": lambda: c.scatter(ones(3), [ones(3)], rank),
         f"gather: rank {rank} must pass outs, one tensor for each rank":
             lambda: c.gather(ones(3), dst=rank),
         f"gather: only rank {peer} passes outs; pass None on the others":

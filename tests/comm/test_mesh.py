@@ -109,9 +109,9 @@ def test_a_mesh_over_ranks_at_a_place(world4: World) -> None:
 
 
 def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
-    words = ("needs 6 ranks, but there are 8: (dp=2, tp=4) or", "(dp=4, tp=2)")
+    words = ("needs 6 ranks, but there are 8; choose (dp=2, tp=4) or", "(dp=4, tp=2)")
     raises(words, check_sizes, {"dp": 2, "tp": 3}, 8)
-    raises(r"\(dp=7\) would do", check_sizes, {"dp": 4}, 7)
+    raises(r"there are 7; choose \(dp=7\)$", check_sizes, {"dp": 4}, 7)
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
         raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):

@@ -5,7 +5,7 @@
     Bruck                the same, for any n           ceil(log2 n) alpha + (n-1)/n S beta
 
 All three send the minimum number of bytes. The ring sends to one neighbor only, which avoids
-congestion, and splits large messages; the other two suit small messages: they take fewer steps.
+congestion, and splits large messages; the other two take fewer steps, which suits small messages.
 
 Source: as in broadcast.py; Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997.
@@ -89,13 +89,13 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
-    """For any n. Keep chunks in ring order, starting with this rank's chunk. Each round fetches as
-    many chunks as this rank holds (in the last round, lacks) from 1, 2, 4, ... ranks ahead.
+    """Works for any n. Keep chunks in ring order, starting with this rank's. Each round doubles the
+    chunks held by fetching from the rank 1, 2, 4, ... ahead; the last round fetches the rest.
     Cost: ceil(log2 n) alpha + (n-1)/n S beta, plus a copy of S bytes to sort the chunks by rank.
 
         at first     0: c0           1: c1           2: c2
         1 ahead      0: c0 c1        1: c1 c2        2: c2 c0
-        2 ahead      0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (lacked one chunk)
+        2 ahead      0: c0 c1 c2     1: c1 c2 c0     2: c2 c0 c1      (one was missing)
     """
     n, rank = wire.size, wire.rank
     order = [chunks[(rank + k) % n] for k in range(n)]

@@ -88,8 +88,8 @@ def recursive_doubling_all_reduce(
         0-1, 2-3     0: (0+1)        1: (0+1)        2: (2+3)        3: (2+3)
         0-2, 1-3     0: (0+1)+(2+3)  1: (0+1)+(2+3)  2: (0+1)+(2+3)  3: (0+1)+(2+3)
 
-    Both ranks of a pair add the lower rank's part first; otherwise their sums of -0.0 and 0.0, or
-    of two NaNs, would differ in bits. Cost: log2(n) (alpha + S (beta + gamma)): S bytes per step.
+    Both ranks of a pair put the lower rank's part first; otherwise, their minimum of -0.0 and 0.0,
+    or sum of two NaNs, might differ in bits. Cost: log2(n) (alpha + S (beta + gamma)).
     """
     core = power_of_two(wire.size)
     sent_bytes = yield from fold(wire, x, reduce, tag)
@@ -115,7 +115,7 @@ def recursive_doubling_all_reduce(
 def halving_doubling_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """Rabenseifner's: reduce-scatter by recursive halving, then all-gather by recursive doubling.
+    """Reduce-scatter by recursive halving, then all-gather by recursive doubling (Rabenseifner).
     Cost: 2 log2(n) alpha + 2(n-1)/n S beta + (n-1)/n S gamma: the ring's bytes in fewer steps.
 
         0-2, 1-3     0: c0 c1      1: c0 c1      2: c2 c3      3: c2 c3     (halving)

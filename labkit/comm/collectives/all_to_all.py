@@ -1,5 +1,5 @@
-"""All-to-all: ins[j] of rank i becomes outs[i] of rank j, a transpose across ranks. Merging chunks
-on the way would send data more than once, so each rank sends directly to every other rank.
+"""All-to-all: ins[j] of rank i becomes outs[i] of rank j, a transpose across ranks. Forwarding
+chunks would send data more than once, so each rank sends directly to every other rank.
 Source: Thakur et al., 2005, section 4.3 (for long messages).
 """
 

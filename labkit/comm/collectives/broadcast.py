@@ -4,8 +4,8 @@
     tree      all ranks that hold `x` pass it on                  ceil(log2 n) (alpha + S beta)
     chain     each rank passes P pieces to the next               (P + n-2) (alpha + S/P beta)
 
-Small messages need few steps: use the tree. A large message should leave each rank only once: with
-many pieces, the chain costs S beta for any n.
+Small messages need few steps: use the tree. A large message should leave each rank only once: use
+the chain, which costs about S beta for any n if P is large.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", 2005; the chain is NCCL's ring, cut at the root.

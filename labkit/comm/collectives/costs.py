@@ -60,9 +60,9 @@ def power_of_two(n: int) -> int:
 
 
 def double_tree(n: int) -> list[list[int | None]]:
-    """Each rank's parent (None: the root) in each of two trees. In the first, odd ranks are leaves;
-    to find a parent, move a rank's lowest set bit up by one, or clear it if that exceeds n - 1. The
-    second mirrors (n even) or shifts (n odd) the first: even ranks are leaves (odd n: not 0)."""
+    """Each rank's parent (root: None) in two trees. In the first, odd ranks are leaves; a parent
+    has the rank's lowest set bit moved up by one, or cleared if that exceeds n - 1. The second
+    mirrors (n even) or shifts (n odd) the first: even ranks, except 0 if n is odd, are leaves."""
 
     def parent(rank: int) -> int | None:
         lowest = rank & -rank
@@ -125,8 +125,8 @@ def _double_tree(n: int, S: float) -> Cost:
 
 @cache
 def _double_tree_pieces(n: int, P: int) -> tuple[int, int, int]:
-    """Tree height, most children of any rank, and pieces through each tick's busiest rank, summed
-    over ticks (P = 0: in a single tick with all links in use)."""
+    """Returns the height of a tree, the maximum number of children, and the pieces through the
+    busiest rank of each tick, summed over ticks (P = 0: of one tick with all links in use)."""
     trees = double_tree(n)
     children = [Counter(tree) for tree in trees]
     depths = [[depth(tree, rank) for rank in range(n)] for tree in trees]
@@ -198,7 +198,7 @@ def cost(collective: str, algorithm: str, n: int, nbytes: float) -> Cost:
 
 
 def hierarchical_cost(nodes: int, ranks_per_node: int, nbytes: float) -> tuple[Cost, Cost]:
-    """Separate costs of a hierarchical all-reduce inside and between nodes: their links differ."""
+    """The costs of a hierarchical all-reduce: one inside nodes, and one between nodes."""
     k = ranks_per_node
     ring = Cost(2 * (k - 1), 2 * (k - 1) / k * nbytes, (k - 1) / k * nbytes)
     return ring, cost("all_reduce", "ring", nodes, nbytes / k)

@@ -1,7 +1,7 @@
 """All-reduce over two trees at once: as few steps as one tree, with every rank's link busy.
 
-In a single binary tree the leaves, half of the ranks, send only their own `x`. With two trees, each
-rank is an inner node of one and a leaf of the other (for odd n, rank 0 is an inner node of both).
+In a single binary tree, the leaves (half of the ranks) send only their own `x`. With two trees,
+each rank is an inner node of one and a leaf of the other (if n is odd, rank 0 is inner in both).
 Each tree carries half of `x`, whose P pieces are pipelined up to the root and down again. 4 ranks:
 
     0                        3

@@ -3,9 +3,9 @@
     flat      all ranks send to the root                      (n-1) alpha + (n-1)/n S beta
     tree      blocks of 1, 2, 4, ... ranks are merged         ceil(log2 n) alpha + (n-1)/n S beta
 
-S is the number of bytes the root holds at the end, equal for both algorithms. The tree needs fewer
-messages, but sends most of the data more than once. It requires equal sizes on all ranks:
-intermediate ranks must know how many bytes arrive. Source: as in broadcast.py.
+S is the number of bytes that the root holds at the end. The tree takes fewer steps, but sends part
+of the data more than once, and requires equal sizes on all ranks, because intermediate ranks must
+know how many bytes arrive. Source: as in broadcast.py.
 """
 
 import torch
@@ -61,7 +61,7 @@ def tree_gather(
 
 
 # In this binomial tree, a subtree's positions are consecutive: with 8 ranks, 5, 6, 7 are below 4,
-# and 3 is below 2. (In the broadcast tree, which sends to distant ranks last, they are scattered.)
+# and 3 is below 2. (In the broadcast tree, which sends to distant ranks last, they are not.)
 
 
 def parent(position: int) -> int:

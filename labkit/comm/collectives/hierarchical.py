@@ -10,7 +10,7 @@ shared memory) are much faster than those between nodes (Ethernet, InfiniBand).
     inside: all-gather       0: A B         1: A B      |    2: A B         3: A B
 
 Cost for m nodes of k ranks: 2(k-1) alpha + 2(k-1)/k S beta inside nodes; between nodes, with
-different alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta per rank: 1/k of the bytes for all of S.
+different alpha and beta, 2(m-1) alpha + 2(m-1)/m S/k beta, since each rank reduces only S/k bytes.
 If nodes differ in size, the smallest node sets how many ranks per node communicate between nodes;
 the other ranks first fold into these ranks (fold.py).
 
@@ -32,7 +32,7 @@ from labkit.runtime.transports.wire import Wire
 def hierarchical_all_reduce(
     wire: Wire, x: torch.Tensor, reduce: Reduction, divide_by: int, tag: int
 ) -> Algorithm:
-    """`wire.nodes` lists the ranks of each node."""
+    """All-reduce inside and between nodes; `wire.nodes` lists the ranks of each node."""
     node = next(ranks for ranks in wire.nodes if wire.rank in ranks)
     columns = min(len(ranks) for ranks in wire.nodes)
     inside = SubsetWire(wire, node)

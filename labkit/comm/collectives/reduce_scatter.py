@@ -78,7 +78,7 @@ def recursive_halving_reduce_scatter(
         0-1, 2-3     0: c0         1: c1         2: c2         3: c3
     """
     n, core = wire.size, power_of_two(wire.size)
-    # Block i holds chunk i and the chunk of the rank folded into rank i, if any.
+    # Block i contains chunk i and the chunk of the rank folded into rank i, if any.
     order = [r for i in range(core) for r in range(i, n, core)]
     work = torch.cat([chunks[r] for r in order])
     bounds = bounds_of([sum(c.numel() for c in chunks[i::core]) for i in range(core)])
@@ -100,7 +100,7 @@ def halve(wire: Wire, x: torch.Tensor, bounds: list[int], reduce: Reduction, tag
     """Recursive halving in place; n is a power of two. On rank r, x[bounds[r] : bounds[r + 1]]
     becomes the reduction; the other blocks of `x` hold partial sums."""
     rank, sent_bytes = wire.rank, 0
-    half, first = wire.size // 2, 0  # this rank works on blocks first ... first + 2 half
+    half, first = wire.size // 2, 0  # this rank's blocks: first to first + 2 half - 1
     staging = x.new_empty(max(bounds[half], bounds[-1] - bounds[half]))
     while half > 0:
         lower, upper = (first, first + half), (first + half, first + 2 * half)

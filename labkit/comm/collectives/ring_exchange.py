@@ -9,8 +9,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def next_ring_exchange(wire: Wire, out: torch.Tensor, x: torch.Tensor, tag: int) -> Algorithm:
-    """`out` becomes the previous rank's `x`: 0 --> 1 --> 2 --> 0, at once. Cost: alpha + S
-    beta."""
+    """Set `out` to the previous rank's `x`; all ranks send at the same time: 0 --> 1 --> 2 --> 0.
+    Cost: alpha + S beta."""
     n, rank = wire.size, wire.rank
     if n == 1:
         out.copy_(x)

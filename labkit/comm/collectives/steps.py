@@ -52,7 +52,7 @@ def interleave(*algorithms: Algorithm) -> Algorithm:
 
 
 class SubsetWire(Wire):
-    """A wire over `ranks`, a subset of a group, including this rank; `ranks[0]` becomes rank 0."""
+    """A `Wire` over `ranks`, a subset of a group that includes this rank; `ranks[0]` is rank 0."""
 
     def __init__(self, wire: Wire, ranks: Sequence[int]):
         self._wire, self._ranks = wire, ranks
@@ -71,7 +71,7 @@ def pieces_of(x: torch.Tensor) -> Chunks:
 
 
 def pieces_of_chunks(chunks: Chunks) -> list[Chunks]:
-    """Split chunks into equally many pieces of at most PIECE_BYTES; list k: all chunks' piece k."""
+    """Split chunks into equally many pieces of at most PIECE_BYTES; list k has all k-th pieces."""
     count = piece_count(max(chunk.nbytes for chunk in chunks))
     return [list(piece) for piece in zip(*(chunk.tensor_split(count) for chunk in chunks))]
 

@@ -9,7 +9,7 @@ Under ZeRO each rank holds a gradient slice; sums of |g|^p add up, so one scalar
         rank 0   |g g g g|        sum |g|^2 = 3 \\
         rank 1           |g g g|  sum |g|^2 = 6 /  all-reduce: 9, norm 3 on both ranks
 
-Under tensor parallelism a rank holds shards of some parameters and replicas of the rest
+Under tensor parallelism, a rank holds shards of some parameters and replicas of the rest
 (common/shards.py). Replicas must count once, so only the shards' sums are all-reduced:
 
         tp rank 0   shards 3    replicas 2 \\
@@ -48,7 +48,7 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scales gradients to a global norm of at most `max_norm`; returns the norm before clipping,
     equal on all ranks. Collective: call after backward on every rank, with a wrapped module, its
-    optimizer or its parameters. Under a Pipeline the norm covers all stages.
+    optimizer or its parameters. Under a Pipeline, the norm covers all stages.
 
     With a loss scaler, call `scaler.unscale_(optimizer)` first. With MasterWeights, pass the
     optimizer, not the model: the optimizer's step unscales and clips 16-bit gradients. Raises

@@ -144,6 +144,6 @@ def check_divides(x: Tensor, comm: Comm, dim: int) -> None:
         below = length - length % comm.size
         fits = f"{below} or {below + comm.size}" if below else f"{comm.size}"
         raise ValueError(
-            f"dim {dim} of a tensor {list(x.shape)} is {length} long, which cannot be split "
-            f"evenly over {comm.size} ranks; choose a multiple of {comm.size}, such as {fits}"
+            f"dim {dim} of a tensor of shape {list(x.shape)} has size {length}, which cannot be "
+            f"split evenly over {comm.size} ranks; choose a multiple of {comm.size}, such as {fits}"
         )

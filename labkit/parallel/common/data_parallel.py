@@ -33,7 +33,7 @@ class NoSync:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block only accumulate local gradients; the next backward
-        outside the block averages the total. Until then ZeRO stage 2 holds unsharded gradients."""
+        outside the block averages the total. Until then, ZeRO stage 2 holds unsharded gradients."""
         before, self._synchronize = self._synchronize, False
         try:
             yield
@@ -146,7 +146,7 @@ class GradReducer(NoSync):
         self._reset()
 
     def _reset(self) -> None:
-        """Also runs after an error, since buckets in flight would overwrite the next gradients."""
+        """Also runs after an error; otherwise, sent buckets would overwrite the next gradients."""
         while self._received < self._sent:
             self._receive_next()
         for bucket in self._buckets:

@@ -154,7 +154,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_module(model: nn.Module) -> nn.Module:
-    """The module inside any wrapper without parameters; for a Pipeline, this rank's stages."""
+    """The module inside wrappers that add no parameters; for a Pipeline, this rank's stages."""
     if isinstance(model, InStages):
         return model.module
     inside = getattr(model, "module", None)

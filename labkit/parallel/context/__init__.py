@@ -1,1 +1,1 @@
-"""Context parallelism: context_parallel.py edits a model, zigzag.py shards its sequences."""
+"""Context parallelism: context_parallel.py edits a model; zigzag.py shards its sequences."""

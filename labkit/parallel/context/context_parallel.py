@@ -21,10 +21,10 @@ On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
                                   over mesh["dp", "cp"]      0, 1, 2, 3      correct
 
-With dropout, seed ranks differently after building the model; "ring" supports no attention dropout.
+With dropout, seed each rank differently after building the model; "ring" has no attention dropout.
 
-Source: Liu et al., arXiv 2310.01889; Jacobs et al., arXiv 2309.14509; name and shards:
-    Llama Team, arXiv 2407.21783, section 3.3.2.
+Sources: Liu et al., arXiv 2310.01889 (ring); Jacobs et al., arXiv 2309.14509 (Ulysses);
+    Llama Team, arXiv 2407.21783, section 3.3.2 (the name and the zig-zag shards).
 """
 
 import inspect
@@ -52,9 +52,9 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         way: "ring" needs s divisible by 2n; "ulysses" also needs n to divide both head counts.
 
     Returns the model with the same weights and names. `positions` defaults to this rank's
-    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or a strategy that
-    does not span `comm` owns parameters; in forward, if s is not divisible by 2n or exceeds
-    the model's context."""
+    positions. Raises ValueError if `attn.core` is missing or cannot be replaced, or if parameters
+    belong to a strategy that does not span `comm`; in forward, if s is not divisible by 2n or
+    exceeds the model's context."""
     comm = Comm.of(comm)
     if way not in ("ring", "ulysses"):
         raise ValueError(f'way={way!r}: choose "ring" or "ulysses"')
@@ -77,7 +77,7 @@ def context_parallel(model: nn.Module, comm: Comm, *, way: Way = "ring") -> nn.M
         if owner is not None and not {*comm.ranks} <= {*owner.comm.ranks}:
             raise ValueError(
                 f"{name} belongs to a {type(owner).__name__} over ranks {list(owner.comm.ranks)}, "
-                f"which do not include all of {list(comm.ranks)}, which share a sequence; call "
+                f"not over all ranks that share a sequence, {list(comm.ranks)}; call "
                 'context_parallel first, then create the strategy over mesh["dp", "cp"]'
             )
     cores = [_core_for(attention, comm, way) for attention in attentions]
@@ -129,7 +129,7 @@ def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     dropout = getattr(core, "dropout", 0.0)
     if (p := getattr(dropout, "p", dropout)) > 0:  # a module or a float
         raise ValueError(
-            f'way="ring" supports no dropout in attention, and this model has {p}; set '
+            f'way="ring" supports no dropout in attention, but this model has p={p}; set '
             'block.attn.core.dropout = 0.0 in each block, or use way="ulysses"'
         )
     return RingAttention(comm)

@@ -8,7 +8,7 @@
     rank 2    q₂ k₂       q₂ k₁       q₂ k₀       q₂ k₃
     rank 3    q₃ k₃       q₃ k₂       q₃ k₁       q₃ k₀
 
-Each step computes attention to one block like FlashAttention: out and, per query, L = log(sum of
+Each step computes attention to one block as FlashAttention does: out and, per query, L = log(sum of
 exp(score)). Two partial results are combined as:
 
     L' = log(exp L₁ + exp L₂)        out' = exp(L₁ - L') out₁ + exp(L₂ - L') out₂
@@ -16,18 +16,18 @@ exp(score)). Two partial results are combined as:
 With zig-zag shards (zigzag.py), all ranks do equal work, and only diagonal blocks need a mask:
 
     own block          causal, as in one process    both halves are in order     s²/2n² scores
-    an earlier rank's  all queries see its early half, none see its late half    s²/2n²
+    an earlier rank's  all queries see its early half; none see its late half    s²/2n²
     a later rank's     the late half of the queries sees all keys                s²/2n²
 
-In backward, k and v travel again; each block's gradient follows the block and ends at its owner.
+In backward, k and v travel again; each block's gradient follows the block, back to its owner.
 
     saved     q, k, v, out, and L (4 bytes per query): linear in s/n; no scores
     forward   n-1 blocks of k and v                    (n-1)/n · 2 b s g e elements sent per rank
     backward  the same, and their gradients in fp32    (n-1)/n · 4 b s g e
     hidden    if a block takes longer to compute than to send: labkit/predict/context.py
 
-Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Halves: Llama 3, arXiv
-2407.21783, section 3.3.2, which gathers all k and v at once.
+Source: Liu et al., "Ring Attention", arXiv 2310.01889, section 3. Zig-zag shards: Llama 3,
+arXiv 2407.21783, section 3.3.2, which gathers all k and v at once.
 Legend: b rows, h heads, g key-value heads, s tokens per whole sequence, e head width, n ranks.
 """
 
@@ -46,7 +46,7 @@ TILE = 128
 
 
 class RingAttention(nn.Module):
-    """An attention core for inputs sharded over `comm`. No parameters."""
+    """An attention core without parameters, for inputs sharded over `comm`."""
 
     def __init__(self, comm: Comm, tile: int = TILE) -> None:
         super().__init__()

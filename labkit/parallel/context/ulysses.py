@@ -9,7 +9,7 @@
            3  ░  ░  ░  ░             all-to-all       rank 0 │ rank 1
 
 With h/n heads and all tokens, a rank can use any attention kernel and dropout. q, k, v and
-the result need four all-to-alls in forward, and four in backward.
+the result need four all-to-alls in forward and four in backward.
 
     traffic   (n-1)/n · (2h + 2g) b s/n e elements sent per rank in forward, and again in backward;
               falls with n, unlike the ring's (n-1)/n · 2 b s g e

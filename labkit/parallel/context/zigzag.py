@@ -18,7 +18,7 @@ from labkit.comm import Comm
 
 def sequence_shard(x: Tensor, comm: Comm, dim: int = 1) -> Tensor:
     """This rank's chunks r and 2n-1-r of 2n along `dim` of `x`, which is equal on all ranks:
-    [b, s] -> [b, s/n]. Raises ValueError if n > 1 and `dim` is not divisible by 2n."""
+    [b, s] -> [b, s/n]. Raises ValueError if n > 1 and 2n does not divide the size of `dim`."""
     return split_zigzag(x, comm.size, dim)[comm.rank]
 
 

@@ -5,7 +5,7 @@
 
 Inside `deferring`, each plain nn.Linear, and any module with a `_labkit_later`, appends its weight
 half to a list; `run_later` runs these halves as one backward, with all hooks. The input half also
-runs inside `deferring`, for recompute, and computes the cheap gradients of norms and embeddings.
+runs inside `deferring` (for recompute) and computes the cheap gradients of norms and embeddings.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.
 """
@@ -46,7 +46,7 @@ def deferring(module: nn.Module, later: Later) -> Iterator[None]:
 
 
 def run_later(later: Later, hooked: Iterable[nn.Parameter] = ()) -> None:
-    """Run the halves in `later` as one backward, with the hooks of `hooked`, and empty `later`."""
+    """Run and clear the halves in `later`, as one backward that also runs the hooks of `hooked`."""
     roots = [make() for make in later]
     roots += [p.reshape(-1)[:0].sum() for p in hooked]  # adds zero gradients
     later.clear()
@@ -70,7 +70,7 @@ def _deferred(linear: nn.Linear, later: Later, x: Tensor) -> Tensor:
 
 class _InputHalf(torch.autograd.Function):
     """x [..., in] -> [..., out]; backward computes dx, and keeps x and dy for dW. Parameters are
-    not inputs, as autograd would then call their hooks too early. The anchor lets backward run even
+    not inputs, because autograd would call their hooks too early. The anchor lets backward run even
     if x needs no gradient."""
 
     @staticmethod

@@ -8,8 +8,8 @@ Replicas of a stage average their gradients. A pipeline runs many backwards per 
     ZeRO-3                        F0 B0 F1 B1 F2 B2 each time        3m (d-1)/d G
 
 ZeRO-2 keeps no full gradients, so it communicates in every backward; ZeRO-3, without full weights,
-also in every forward. DeepSpeed's PipelineEngine rejects both; labkit rejects only wrong or slower
-combinations: deferred weight gradients in either, tied weights in ZeRO-3, replicas without a flush.
+also in every forward. DeepSpeed's PipelineEngine rejects both; labkit rejects only deferred weight
+gradients in either, tied weights in ZeRO-3, and replicas in a schedule without a flush.
 
 A tied parameter, such as an embedding shared with the head, is on several stages:
 
@@ -22,7 +22,7 @@ group (the owners) per data- and tensor-parallel index:
     Mesh(pp=4, dp=2, tp=2), 16 ranks      {0, 12}  {1, 13}  {2, 14}  {3, 15}
 
     traffic     2(2-1)/2 V w / t elements of an embedding [V, w], after averaging over replicas;
-                with a ZeroOptimizer, which gives tied weights their own bucket, 1/d of them
+                with a ZeroOptimizer, which gives tied weights their own bucket, 1/d of that
 
 Legend: d replicas, m micro-batches, t tensor-parallel ranks, G bytes of the stage's gradients;
     traffic is per rank and step.
@@ -67,7 +67,7 @@ def wrapped(
 
 
 def last_backward(actions: Iterable[Action], stages: Sequence[Any]) -> Action | None:
-    """The last action that adds to a parameter's gradient; None if there is none."""
+    """The last action that adds to a parameter's gradient, or None if no parameter is trained."""
     trains = [any(p.requires_grad for p in stage.module.parameters()) for stage in stages]
     backwards = [a for a in actions if a.phase in ("backward", "weight") and trains[a.chunk]]
     return backwards[-1] if backwards else None
@@ -82,9 +82,9 @@ def optimizers_that_send_once(module: nn.Module, schedule: Schedule) -> list[Any
     for sharder in sharders:
         if halves and not sharder.sends_once:
             raise ValueError(
-                f"a {type(sharder).__name__} of stage 2 sends and frees gradients in every "
+                f"a {type(sharder).__name__} with stage=2 sends and frees gradients in every "
                 "backward, but this schedule has two backwards per micro-batch; choose a schedule "
-                'that does not defer weight gradients, such as "1f1b", or stage 1, which sends '
+                'that does not defer weight gradients, such as "1f1b", or stage=1, which sends '
                 "once per step"
             )
     return [sharder for sharder in sharders if sharder.sends_once]
@@ -160,7 +160,7 @@ def check_ties(
     for tied in comm.all_gather_object(problem):
         if tied:
             raise ValueError(
-                f"{tied} is tied across stages, but one of them is in ZeRO3, which keeps a "
+                f"{tied} is tied across stages, but one stage is in ZeRO3, which keeps a "
                 "different shard on each owner, so the copies would diverge; untie it "
                 "(tied=False), or use DDP or a ZeroOptimizer"
             )

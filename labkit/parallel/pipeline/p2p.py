@@ -63,7 +63,7 @@ class PendingSend(NamedTuple):
         self.handle.wait()
         if _version(self.x) != self.version:
             raise ValueError(
-                f"{self.what} was changed in place while it was being sent to the next stage, "
+                f"{self.what} was changed in place while it was being sent to another stage, "
                 "which may have received new values; return a new tensor for every micro-batch"
             )
 
@@ -89,8 +89,8 @@ class P2PChannel:
         self._in_step = False
 
     def begin(self, rows: Sequence[int], device: torch.device, changed: bool) -> None:
-        """`changed`: whether shapes or dtypes differ from the last step. Raises RuntimeError if the
-        last step failed."""
+        """Begin a step. `changed`: whether shapes or dtypes differ from the last step. Raises
+        RuntimeError if the last step failed."""
         if self._in_step:
             raise RuntimeError(
                 "the last step of this pipeline failed, and its messages are still in flight; "
@@ -164,8 +164,8 @@ class P2PChannel:
         return boundary in self._metas and self._metas[boundary].has_gradient
 
     def receive(self, message: Message) -> Tensor | None:
-        """[rows, ...]; an activation requires grad if the sender's output does. None for a gradient
-        that is not needed. Raises CommError if the message does not arrive."""
+        """Returns [rows, ...], or None for a gradient that is not needed. An activation requires
+        grad if the sender's output does. Raises CommError if the message does not arrive."""
         if message.what == "gradient" and not self._metas[message.target].has_gradient:
             return None
         if message.source % self.comm.size == self.comm.rank:

@@ -6,13 +6,13 @@
         rank 2   layers 4 5          F0 B0 F1 B1 F2 B2 F3 B3           y and the loss
 
     each rank holds   1/p of parameters and gradients; activations of the micro-batches in flight,
-                      whose number the schedule limits: p - rank with 1F1B
+                      whose number the schedule limits (to p - rank with 1F1B)
     traffic           b s h elements (rows, positions, width) per boundary, direction, micro-batch
     idle              the bubble: (p-1)/(m+p-1) of the step with GPipe and 1F1B
 
 `step` runs a schedule (labkit.schedules), a list of actions per rank. With v chunks, chunk c of
 rank r is virtual stage c p + r. Sources: Huang et al., "GPipe", arXiv 1811.06965; Narayanan et al.,
-arXiv 2104.04473, section 2.2; running action lists: torch.distributed.pipelining.
+arXiv 2104.04473, section 2.2; action lists as in torch.distributed.pipelining.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Pipeline(StagedModel):
     """This rank's part of a pipeline over `stages`.
 
     Args:
-        stages: all p v virtual stages in order, equal on every rank, as from `split`. Each stage
+        stages: all p v virtual stages in order, as `split` returns, equal on every rank. Each stage
             maps a tensor [rows, ...] to a tensor.
         comm: the ranks, such as `mesh.pp`; default: all ranks.
         schedule: a name in `labkit.schedules` ("gpipe", "interleaved", "zb-h1", ...), or a custom
@@ -96,7 +96,7 @@ class Pipeline(StagedModel):
         self._program = [  # (action, message received, message sent)
             (action, received(action, *place), sent(action, *place)) for action in actions
         ]
-        loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # no cycle
+        loss_of = partial(Pipeline._loss_of, cast(Pipeline, proxy(self)))  # no reference cycle
         self._stages = [
             VirtualStage(
                 stages[index], index, comm.rank, [a for a in actions if a.chunk == chunk],

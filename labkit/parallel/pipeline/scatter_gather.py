@@ -8,7 +8,7 @@ next stage.
 If sent whole, x would cross the slow links between nodes t times. Instead, each rank sends a slice
 of the flattened x, and the next node gathers x over fast links. Gradients are sent the same way.
 
-    traffic     b s h / t elements per boundary, direction, micro-batch and rank, not b s h; plus
+    traffic     b s h / t elements per boundary, direction, micro-batch and rank (not b s h), plus
                 an all-gather over tp on arrival, b s h (t-1)/t elements (bus bytes)
 
 Legend: b rows of a micro-batch, s positions, h width, t tensor-parallel ranks.
@@ -32,8 +32,8 @@ class ScatterGather:
         self.comm = comm
 
     def own_part(self, x: Tensor, what: str) -> Tensor:
-        """This rank's flat slice of x [rows, ...]. In a `World(check=True)`, raises ValueError,
-        naming `what`, if x differs between ranks."""
+        """This rank's flat slice of x [rows, ...]. In a `World(check=True)`, raises a ValueError
+        that names `what` if x differs between ranks."""
         advice = "scatter_gather sends one slice per rank, so replicas must be bitwise equal"
         check_same(self.comm, what, lambda: [x], advice)
         return self.own_slice(x.contiguous())
@@ -67,7 +67,7 @@ def scatter_gather_over(
         if place != reports[0][0]:
             raise ValueError(
                 f"scatter_gather is {place} on rank {rank} of the pipeline, but {reports[0][0]} on "
-                "rank 0; slices go to the rank with the same index, so pass mesh.tp of one "
+                "rank 0; slices are sent to the rank with the same index, so pass mesh.tp of one "
                 "Mesh(pp=..., tp=...) on every rank"
             )
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None
@@ -94,5 +94,5 @@ def _mismatch(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
                 return f"parameters are sharded over ranks {over}, not {ranks}; pass mesh.tp"
         others = [mark.comm.ranks for mark in marks if not isinstance(mark, Shard)]
         if any(len({*over} & {*ranks}) > 1 for over in others):
-            return f"ranks {ranks} have parts of one sequence (context_parallel); leave it out"
+            return f"ranks {ranks} share sequences (context_parallel); leave scatter_gather out"
     return ""

@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
     @staticmethod
     def together(stages: Sequence[nn.Module], own: Sequence[int]) -> nn.Module:
-        """The stages `own` as one module. Raises ValueError if different layers share a name."""
+        """One module of the stages `own`. Raises ValueError if different layers share a name."""
         layers = [layers_in(index, stage) for index, stage in enumerate(stages)]
         first: dict[str, int] = {}
         for index, paths in enumerate(layers):
@@ -62,7 +62,7 @@ class StagedModel(nn.Module):
     comm: Comm
     module: nn.Module
     _optimizer: torch.optim.Optimizer | None
-    copy_advice = "copy pipeline.module, save pipeline.full_state_dict() or a labkit checkpoint"
+    copy_advice = "copy pipeline.module, or save pipeline.full_state_dict() or a labkit checkpoint"
 
     def _set_stages(
         self, stages: Sequence[nn.Module], own: Sequence[int], owners: Mapping[Any, tuple[int, ...]]

@@ -110,9 +110,8 @@ def check_loss(loss_fn: Any, comm: Comm, stages: int) -> None:
     if last not in given:
         where = ", ".join(f"rank {rank}" for rank in given) or "no rank"
         raise ValueError(
-            f"rank {last} has the last stage, {stages - 1}, which computes the loss, but no "
-            f"loss_fn; it was passed on {where}: pass it on rank {last} (other ranks may have it, "
-            "too)"
+            f"rank {last} has the last stage, {stages - 1}, and computes the loss, but loss_fn was "
+            f"passed on {where}; pass loss_fn on rank {last} (other ranks may have it, too)"
         )
 
 

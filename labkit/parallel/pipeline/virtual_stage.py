@@ -1,7 +1,7 @@
 """One stage on its rank: its computation per micro-batch, and the state kept until backward.
 
     forward    x ─▶ module ─▶ y      kept: x, and y's node in the graph (torch's GradientEdge); y
-                                     itself is freed after the send, if no operation saved y
+                                     is freed after the send, unless an operation saved y
     backward   dx ◀─────────── dy    then the graph is freed
     input      dx ◀─────────── dy    weight gradients are deferred (deferred_weights.py)
     weight     dW                    the deferred gradients
@@ -126,7 +126,7 @@ class VirtualStage:
             source = f"from stage {self.index - 1}" if self.index else "of the batch"
             if x.requires_grad and "leaf" in str(error) and "in-place" in str(error):
                 raise StageError(
-                    f"{at}: {name} changes a tensor in place that needs a gradient: a parameter or "
+                    f"{at}: {name} changes in place a tensor that needs a gradient: a parameter or "
                     f"its input {source} (as nn.ReLU(inplace=True) does in the first "
                     "layer); begin the stage with an operation that returns a new tensor "
                     f"(inplace=False). {error}"

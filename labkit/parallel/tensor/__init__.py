@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: tensor_parallel.py edits models, layers.py shards layers."""
+"""Tensor and sequence parallelism: tensor_parallel.py edits a model; layers.py has the layers."""

@@ -10,7 +10,7 @@
 torch stores A transposed, as weight [out, in]. Columns followed by rows need one all-reduce in
 forward and one in backward, overlapped with dA = xᵀ dy. With `sequence=True`, x outside the pair is
 sharded, [b, s/t, in]: columns gather x (and again in backward, overlapped with dx = dy Aᵀ), and
-rows reduce-scatter y; in forward, both together send as many bytes as the all-reduce.
+rows reduce-scatter y; in forward, the two together send as many bytes as the all-reduce.
 
     rank 0   rows 0, 1, 2 of the table        tokens ──> own rows, zeros for other tokens
     rank 1   rows 3, 4, 5                                │ all-reduce: a token's row is on one rank
@@ -22,7 +22,7 @@ rows reduce-scatter y; in forward, both together send as many bytes as the all-r
                       backward: an all-reduce of b s w (head)
 
 No rank needs all logits for a token's loss, log(sum of exp(logits)) - (logit of the target).
-Padding rows and gradients are zero: no token uses a padding row; its logit is -inf or dropped.
+Padding rows and their gradients are zero: no token uses them; their logits are -inf or dropped.
 
 Legend: b rows, s positions, in and out features, w width, v vocabulary, t ranks.
 Sources: arXiv 1909.08053, section 3; 2205.05198, section 4.2.2; overlap: arXiv 2104.04473.
@@ -101,7 +101,7 @@ class ColumnParallelLinear(ShardedLinear):
 
     @property
     def parallel_siblings(self) -> "list[ColumnParallelLinear]":
-        """The layers, including this one, whose outputs a call of this layer may compute."""
+        """The layers, including this layer, whose outputs one call of this layer may compute."""
         return [] if self.shared_input is None else self.shared_input.columns
 
 
@@ -182,7 +182,7 @@ class _Columns(torch.autograd.Function):
 
 def shard_parameter(whole: Tensor, comm: Comm, dim: int, *, padded: bool = False) -> nn.Parameter:
     """This rank's shard of `whole` along `dim`, copied and marked; if `dim` does not exist, a copy.
-    Raises ValueError if `dim` is not divisible by t, unless `padded` adds zeros."""
+    Raises ValueError if t does not divide the size of `dim`, unless `padded` adds zeros."""
     if whole.ndim <= dim:
         return marked_as(whole, nn.Parameter(whole.detach().clone(), whole.requires_grad))
     if not padded:
@@ -307,9 +307,9 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: this rank's logits [..., V/t], as from `VocabParallelHead(gather_output=False)`.
-        targets: integers [...], equal on all ranks; those equal to `ignore_index` are skipped.
-        reduction: "mean" over the targets not skipped, "sum", or "none" for [...].
-        vocab: v, to reject targets in the padding; by default, the loss of such a target is inf.
+        targets: integers [...], the same on all ranks; entries equal to `ignore_index` are skipped.
+        reduction: "mean" over the targets not skipped, "sum", or "none" for a loss per target.
+        vocab: v, to reject targets in the padding; without v, the loss of these targets is inf.
 
     Raises ValueError if targets are outside the vocabulary (on a GPU, a device assert), do not fit
     the logits or, in a `World` with checks, differ between ranks."""
@@ -355,6 +355,6 @@ def check_inside(what: str, ids: Tensor, vocab: int) -> None:
         torch._assert_async(inside.all(), f"{what} is outside the vocabulary of {vocab}")
     except RuntimeError:
         raise ValueError(
-            f"{what} is {int(ids[~inside][0])}, but the vocabulary has 0 to {vocab - 1}; check "
+            f"{what} is {int(ids[~inside][0])}, but valid ids are 0 to {vocab - 1}; check "
             "that the text was tokenized for this model"
         ) from None

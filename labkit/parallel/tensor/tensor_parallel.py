@@ -51,9 +51,9 @@ def tensor_parallel(
     the optimizer and wrap the model in DDP or ZeRO afterward.
 
     Args:
-        model: gets rank 0's weights. Layers are found by name: attention (`q`, `k`, `v`, `out` and
-            `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens` and,
-            if any, `positions`) and the `head`.
+        model: receives rank 0's weights. Layers are found by name: attention (`q`, `k`, `v`, `out`
+            and `head_width`), MLPs (`up`, `down` and, if gated, `gate`), the embedding (`tokens`
+            and, if any, `positions`) and the `head`.
         comm: the ranks that share the model, such as `mesh.tp`. These ranks need the same batch
             and seed, so that dropout is equal on replicas and differs between shards.
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
@@ -116,7 +116,7 @@ def _shard_vocabulary(model: Any, comm: Comm, sequence: bool, gather_logits: boo
 
 @contextmanager
 def per_rank_rng(comm: Comm) -> Iterator[None]:
-    """In this block, each rank has a separate random stream; afterward, the shared one resumes."""
+    """In this block, each rank has its own random stream; afterward, the shared stream resumes."""
     if comm.size == 1:
         yield
         return
@@ -159,7 +159,7 @@ class ShardedForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # Recompute inside forward reruns some linears, perhaps without the row layer.
+            # Recompute of part of forward reruns some linears, perhaps without the row layer.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

@@ -95,7 +95,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 class SplitTrial:
     """Tries one layer on a small input; if forward needs different arguments, replaces forward and
-    tries the first real input. Raises ValueError if the layer cannot be split."""
+    tries the first real input. Raises ValueError if the layer cannot be sharded."""
 
     def __init__(self, size: int, path: str, layer: Any, columns: list[str], row: str) -> None:
         self.size, self.layer, self.forward = size, layer, layer.forward
@@ -121,7 +121,7 @@ class SplitTrial:
             linear, problem = getattr(self.layer, name), ""
             if isinstance(linear, ShardedLinear):
                 ranks = ranks_in_words(linear.comm.size)
-                problem = f"is already sharded over {ranks}; edit a model once, or build a new one"
+                problem = f"is already sharded over {ranks}; shard a model only once"
             elif type(linear) is not nn.Linear:
                 kind = type(linear).__name__
                 problem = f"is a {kind}, not a plain nn.Linear; shard first, then make other edits"
@@ -138,8 +138,8 @@ class SplitTrial:
             if name.partition(".")[0] not in self.names:
                 raise ValueError(
                     f"{prefix}{name} is a parameter of a layer in which tensor_parallel can "
-                    f"shard only {', '.join(self.names)}; move it out, or shard the layer "
-                    "by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
+                    f"shard only {', '.join(self.names)}; move it out of the layer, or "
+                    "shard by hand with ColumnParallelLinear, RowParallelLinear and copy_to_ranks"
                 )
 
     def _check_sizes(self, prefix: str) -> None:
@@ -147,8 +147,8 @@ class SplitTrial:
         if self.row == "out":
             if not isinstance(width := getattr(layer, "head_width", None), int):
                 raise ValueError(
-                    f"{prefix[:-1]} has q, k, v and out, but no `head_width`, the features of one "
-                    "head; set it, since attention is sharded by heads"
+                    f"{prefix[:-1]} has q, k, v and out, but no `head_width`, the features per "
+                    "head; set it, because attention is sharded by heads"
                 )
             heads = {"query heads": layer.q, "key-value heads": layer.k}
             counts = {unit: linear.out_features // width for unit, linear in heads.items()}
@@ -156,14 +156,14 @@ class SplitTrial:
             counts = {"hidden features": layer.up.out_features}
             if hasattr(layer, "gate") and layer.gate.out_features != layer.up.out_features:
                 raise ValueError(
-                    f"{prefix}gate has {layer.gate.out_features} features and up "
+                    f"{prefix}gate has {layer.gate.out_features} features, but up has "
                     f"{layer.up.out_features}; make them equal, or rename the gate"
                 )
         for unit, count in counts.items():
             if count % self.size:
                 raise ValueError(
                     f"{count} {unit} of {self.path} are not divisible by {self.size} "
-                    f"tensor-parallel ranks; choose a divisor of {gcd(*counts.values())}"
+                    f"tensor-parallel ranks; use a rank count that divides {gcd(*counts.values())}"
                 )
 
     def _try_at_edit(self) -> None:
@@ -219,7 +219,7 @@ class SplitTrial:
         if unused := {*self.names} - {*called}:
             raise self._refusal(f"its forward does not call {' and '.join(sorted(unused))}")
         if any(name == self.row and x.requires_grad for name, x in whole):
-            raise self._refusal(f"the input of {self.row} depends on more than their outputs")
+            raise self._refusal(f"the input of {self.row} depends on more than these features")
         for rank in (0, self.size - 1) if not self.is_random else ():
             expected = [x.chunk(self.size, -1)[rank] if n == self.row else x for n, x in whole]
             try:

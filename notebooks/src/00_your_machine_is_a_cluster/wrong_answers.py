@@ -18,7 +18,7 @@ takes_half_of_the_largest: returned 0.25; expected -1.375
     / comm.size -> / 2
 truncates_to_int: expected -1.375
     [value] -> [int(value)]
-passes_a_number: only tensors can be sent, not a float; wrap it: torch.tensor([value])
+passes_a_number: only tensors can be sent, not float; wrap it: torch.tensor([value])
     comm.all_reduce(x) -> comm.all_reduce(value)
 yields: your function has a `yield`, so its body never ran
     comm.all_reduce(x) -> yield comm.all_reduce(x)

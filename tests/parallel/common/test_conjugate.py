@@ -119,7 +119,7 @@ def test_one_rank_does_nothing() -> None:
 @pytest.mark.parametrize("name", ["scatter", "reduce_scatter"])
 @on_each_rank("world3")
 def test_a_length_that_does_not_divide(name: str) -> None:
-    words = "10 long, which cannot be split evenly over 3 ranks.*9 or 12"
+    words = "has size 10, which cannot be split evenly over 3 ranks.*9 or 12"
     raises(words, OPERATORS[name], torch.ones(2, 10, 5), Comm())
 
 

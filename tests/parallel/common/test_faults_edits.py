@@ -298,9 +298,9 @@ REFUSED = {
         mlp(lambda m, x: m.down(F.normalize(m.up(x), dim=-1))), "wrong values on a slice"),
     "hidden sliced": (mlp(lambda m, x: m.down(F.pad(m.up(x)[..., :12], (0, 12)))), "layer"),
     "hidden added to x": (
-        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than their outputs"),
+        mlp(lambda m, x: m.down(m.up(x) + x.repeat(1, 1, 3))), "more than these features"),
     "scaled by x": (
-        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than their outputs"),
+        mlp(lambda m, x: m.down(m.up(x) * x.mean(-1, keepdim=True))), "more than these features"),
     "hidden in the output": (
         mlp(lambda m, x: m.down(h := m.up(x)) + h.mean(-1, keepdim=True)), "wrong values on"),
     "weight used directly": (

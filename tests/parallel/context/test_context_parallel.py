@@ -263,7 +263,7 @@ def test_bad_input_says_what_would_do() -> None:
          'use 1 or 2 or 3 or 6, or way="ring", which takes any number of heads'),
         (edit(gpt(heads=12, kv_heads=3), "ulysses"), "3 key-value heads are not divisible by 4 "
          "context-parallel ranks; use 1 or 3"),
-        (edit(untouched), 'way="ring" supports no dropout in attention, and this model has 0.1'),
+        (edit(untouched), 'way="ring" supports no dropout in attention, but this model has p=0.1'),
         (edit(recomputed), "call context_parallel first, then Recompute"),
         (edit(nn.Linear(2, 2)), "Linear has no module attn.core"),
         (edit(DDP(gpt())), "edit the plain model first, then wrap it"),

@@ -66,11 +66,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "x is a NoneType; pass the batch [rows, ...], the same on every rank"),
     "no loss": (
         lambda: make(stages(), loss_fn=None),
-        "rank 1 has the last stage, 1, which computes the loss, but no loss_fn; it was passed on "
-        "no rank"),
+        "rank 1 has the last stage, 1, and computes the loss, but loss_fn was passed on no rank"),
     "a loss on the wrong stage": (
         lambda: make(stages(), loss_fn=None if Comm().rank else F.mse_loss),
-        "but no loss_fn; it was passed on rank 0: pass it on rank 1"),
+        "but loss_fn was passed on rank 0; pass loss_fn on rank 1"),
     "a schedule of other stages": (
         lambda: make(stages(), schedule=schedule("gpipe", 3, 2)),
         "the schedule has 3 stages, but there are 2 ranks"),

@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "in place": (
         lambda: stepped([nn.Linear(4, 4), Custom(
             lambda m, x: m.layer(x.mul_(2)), layer=nn.Linear(4, 4))]),
-        "stage 1 (rank 1), micro-batch 0: Custom changes a tensor in place that needs a "
+        "stage 1 (rank 1), micro-batch 0: Custom changes in place a tensor that needs a "
         "gradient: a parameter or its input from stage 0"),
     "ZeRO-3 in halves": (
         lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),

@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: piped_over(gpt_on(mesh := MESH(), sequence=True), mesh, mesh.tp),
         "is sharded along the sequence (sequence=True), so each rank already"),
     "parts_of_sequences": (
-        parts_of_sequences, "have parts of one sequence (context_parallel); leave it out"),
+        parts_of_sequences, "share sequences (context_parallel); leave scatter_gather out"),
     "stages_of_the_pipeline": (
         lambda: piped_over(layers(3), mesh := MESH(), mesh.pp),
         "have different stages of this pipeline"),

@@ -221,11 +221,11 @@ def test_bfloat16(way: str, casting: str) -> None:
 @on_each_rank("world3")
 def test_heads_that_do_not_divide() -> None:
     for changes, words in (
-        ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*a divisor of 8"),
-        ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a divisor of 4"),
+        ({"heads": 8}, "8 query heads of blocks.0.attn.*3 tensor.*a rank count that divides 8"),
+        ({"kv_heads": 4}, "4 key-value heads .*3 tensor-.*a rank count that divides 4"),
     ):
         raises(words, tensor_parallel, model_of(**changes), Comm())
-    words = r" 10 long.* 3 ranks; choose a multiple of 3, such as 9 or 12$"
+    words = r"has size 10,.* 3 ranks; choose a multiple of 3, such as 9 or 12$"
     raises(words, ColumnParallelLinear, 4, 10, Comm())
     raises(words, RowParallelLinear, 10, 4, Comm())
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_cut() -> None:
     words = "Sequential has no layer that tensor_parallel can shard"
     raises(words, tensor_parallel, whole, Comm())
     model = tensor_parallel(model_of(), Comm(), sequence=True)
-    words = "11 long, which cannot be split evenly over 2 ranks.*10 or 12"
+    words = "has size 11, which cannot be split evenly over 2 ranks.*10 or 12"
     raises(words, model, torch.zeros(2, 11, dtype=torch.long))
 
 

@@ -167,7 +167,7 @@ def test_the_predicted_bytes_of_a_gated_model_are_what_is_held() -> None:
 @on_each_rank("world2")
 def test_an_invalid_gate_is_refused_by_name() -> None:
     for options, words in (
-        ({"gate": 1}, r"0\.gate has 1 features and up 24.*rename the gate"),
+        ({"gate": 1}, r"0\.gate has 1 features, but up has 24.*rename the gate"),
         ({"hidden": 9}, r"9 hidden features of 0 are not divisible by 2"),
     ):
         raises(words, tensor_parallel, nn.Sequential(gated(**options)), Comm())
@@ -178,7 +178,7 @@ def test_a_refused_layer_stays_whole() -> None:
     """Its trial is put off to the first input; v, which does not divide, is the third to be cut."""
     parts = {name: nn.Linear(8, 5 if name == "v" else 8) for name in ("q", "k", "v", "out")}
     layer = Custom(lambda m, x, mask: m.out(m.q(x) * m.k(x) + m.v(x)), head_width=4, **parts)
-    raises("5 long", tensor_parallel, nn.Sequential(layer), Comm())
+    raises("has size 5", tensor_parallel, nn.Sequential(layer), Comm())
     assert all(getattr(layer, name) is part for name, part in parts.items())
     assert "forward" not in vars(layer)
 

@@ -213,8 +213,8 @@ def cut_table(comm: Comm, **how: Any) -> VocabParallelEmbedding:
 @cases(
     (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[0, 5]])), "a token is 5, but"),
     (lambda c: VocabParallelEmbedding(5, 2, c)(torch.tensor([[-1]])), "a token is -1, but"),
-    (lambda c: loss_of([6], c), "a target is 6, but the vocabulary has 0 to 5"),
-    (lambda c: loss_of([5], c, vocab=5), "a target is 5, but the vocabulary has 0 to 4"),
+    (lambda c: loss_of([6], c), "a target is 6, but valid ids are 0 to 5"),
+    (lambda c: loss_of([5], c, vocab=5), "a target is 5, but valid ids are 0 to 4"),
     (lambda c: loss_of([-1], c), "a target is -1"),
     (lambda c: loss_of([1, 2], c), "logits [1, 3] do not fit targets [2]"),
     (lambda c: loss_of([0.5], c), "targets [1] of torch.float32"),

@@ -87,8 +87,8 @@ def front(
     """Peak memory against recomputation: one point per plan, the Pareto front, and the chosen plan.
 
     Args:
-        plans: from `labkit.memory.chooser.plan_of`; plans with a single choice are labeled.
-        pick: the chosen plan, drawn with a circle.
+        plans: from `memory.chooser.plan_of`; plans with the same choice for all blocks are labeled.
+        pick: the chosen plan, marked with a circle.
         budget_bytes: memory limit, drawn as a dashed line.
 
     Raises ValueError if `plans` is empty.

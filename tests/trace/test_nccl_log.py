@@ -229,7 +229,7 @@ def test_nvlink_between_nodes_is_not_the_network_without_gpudirect() -> None:
 def test_different_versions_are_remarked() -> None:
     ranks, version = (init(0), init(1)), "NCCL version 2.21.5+cuda12.4"
     (remark,) = remarks(parsed(*ranks, version, line("NCCL version 2.19.3+cuda12.2", 1)))
-    assert "different versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in remark
+    assert "different NCCL versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in remark
     assert remarks(parsed(*ranks, version, version, "NCCL version 2.21.5.")) == []
 
 

@@ -127,7 +127,7 @@ def front(
     wide = wide or 1.0
     axes.set(
         xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * high), ylabel=f"peak memory, {unit}",
-        xlabel="recomputation, % of the step",
+        xlabel="recomputed, % of the step's FLOPs",
         title="One point per plan  ·  line: Pareto front",
     )  # fmt: skip
     return figure

@@ -36,11 +36,11 @@ class Name(NamedTuple):
 
 
 class Lettering(PathCollection):
-    """Names of `size_pt` points on `axes`, vertically centered on their positions.
+    """Names on `axes`, in a font of `size_pt` points, vertically centered on their positions.
 
     Args:
         where: the transform of the positions, such as `axes.transData`.
-        align: the point of a name to place there: 0.0 left end, 0.5 center, 1.0 right end.
+        align: which point of a name is at its position: 0.0 left end, 0.5 center, 1.0 right end.
     """
 
     def __init__(self, axes: Axes, size_pt: float, where: Transform, align: float, clip: bool):

@@ -78,7 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """Draw a step; return its stripes, to draw as one collection: single patches are slow."""
+    """Draw a step, and return its stripes: all steps' stripes become one collection, for speed."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)
@@ -92,7 +92,6 @@ def _panel(
         for chunk, content in enumerate(row):
             y = top + chunk * ROW
             for k, count in enumerate(content.counts or (0,) * shown.size):
-                # One stripe per rank, in the rank's color if the sum includes the rank's input.
                 stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
                 stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):

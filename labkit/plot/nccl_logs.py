@@ -68,7 +68,7 @@ def nccl(
         axes.axis("off")
         used |= draw(axes, group, channels[0])
         numbers = ", ".join(map(str, channels[:6])) + " ..." * (len(channels) > 6)
-        title = f"{kind} of channel {numbers}"
+        title = f"{kind} of channel{'s' * (len(channels) > 1)} {numbers}"
         axes.set_title(title, loc="center", fontsize=SMALL_PT + 1, pad=3)
     nodes = len(group.hosts())
     words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]

@@ -121,7 +121,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
         edge = (outside[0], len(pps))
         note(axes, "across nodes", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(
-        xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp",
+        xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor-parallel ranks tp",
         ylabel="pipeline stages pp", title="Fastest step for each tp and pp, s\n",
     )  # fmt: skip
     axes.tick_params(length=0)
@@ -134,7 +134,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
 @styled
 def calibration(fitted: Calibration | None = None, figure: Figure | None = None) -> Figure:
     """Predicted against measured step times, and each step's error with its 90 % interval. Hollow
-    markers: with constants fitted to all other widths. `fitted`: None uses labkit's calibration."""
+    markers use constants fitted to all other widths. `fitted`: None uses labkit's calibration."""
     fitted = fitted or stored()
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])

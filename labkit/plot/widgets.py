@@ -198,7 +198,7 @@ class FlipBits(PictureWidget):
         if format.width_bits > MOST_BITS:
             raise ValueError(
                 f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
-                f"({MOST_BITS}); see plot.bits({value}, {format.name!r})"
+                f"(at most {MOST_BITS}); see plot.bits({value}, {format.name!r})"
             )
         super().__init__()
         small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}

@@ -39,7 +39,7 @@ class Span:
     exclude the time of child modules."""
 
     phase: str  # one of PHASES
-    module: str  # path from the root, as "blocks.0.mlp"; "": the root, or the entire backward
+    module: str  # path from the root, such as "blocks.0.mlp"; "": the root, or all of backward
     step: int
     began_s: float
     ended_s: float  # 0.0: still open when the run ended

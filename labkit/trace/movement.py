@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 MAX_RANKS = 8  # 2 x 8 digits of 4 bits, each counting up to 15
-Key = tuple[int, int, int, int]  # identifies a message: source, target, tag, and index among those
+Key = tuple[int, int, int, int]  # a message's source, target, tag and sequence number
 Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None outside the buffer; value)
 Kind = Literal["send", "recv", "wait", "end"]
 

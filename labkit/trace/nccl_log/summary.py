@@ -24,7 +24,8 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
     ]
     for channels in alike(group.rings)[:MAX_SHOWN]:
         ring = group.rings[channels[0]]
-        rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
+        numbers = f"channel{'s' * (len(channels) > 1)} {_some(channels)}"
+        rows.append(("ring", f"{_some(ring, ' ')}  ({numbers})"))
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         for kind, count in kinds(group, inside).most_common():
             rows.append((title, f"{kind}, {count} connections"))

@@ -103,7 +103,7 @@ class Recorder:
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
-            self._detail.begin(self._roots, self._optimizers)  # slow, so before the step begins
+            self._detail.begin(self._roots, self._optimizers)  # slow: before the step begins
         self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
@@ -212,7 +212,7 @@ class _Writer:
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
-        """Write new records, and the spans that were open at the previous write already."""
+        """Write new records, and the spans that were already open at the previous write."""
         if self.off:
             return
         self._recorder.clock.settle()

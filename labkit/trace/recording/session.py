@@ -38,7 +38,7 @@ class Recording:
     number: int = field(default_factory=count(1).__next__)
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
-        """The spec for a run of `world` with entries `about`; None if recording has failed.
+        """The spec for a run of `world` with the entries `about`; None if recording has failed.
         Raises RuntimeError for a second world: a run folder is for one world."""
         if self.failed:  # step and sequence numbers are lost with the ranks
             warnings.warn(

@@ -118,7 +118,7 @@ def _spans(rank: RankTrace, end_s: float) -> Iterator[Bar]:
             and following.began_s < (span.ended_s or end_s)
         )
         depth = min(max(0, span.depth - roots.get(span.phase, 0)), len(TOPS) - 1)
-        names = () if depth == 0 and parent else _module_names(span)  # children are named
+        names = () if depth == 0 and parent else _module_names(span)  # children have names
         names_to = TOPS[min(max(depth, 1) + 1, len(TOPS) - 1)] if parent else 1.0
         yield Bar(TOPS[depth], 1.0, *when, PHASES[span.phase], names, names_to)
 

@@ -25,7 +25,7 @@ from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, forma
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
 ALL_10 = (-47.0, 41.0)  # exponents of ten on the axis, which covers the range of fp32
-VALUES_10 = (-16.0, 7.0)  # with `values`: the range of fp16, extended if needed to all `values`
+VALUES_10 = (-16.0, 7.0)  # with `values`: the range of fp16, extended to cover `values`
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 MOST_VALUES = 2000
 
@@ -48,7 +48,7 @@ def number_line(
 
     Args:
         formats: names or `Format`s to show in the upper part.
-        near_zero: formats in the lower part, with a line per value from 0 to `upto`; may be ().
+        near_zero: formats in the lower part, with a line per value from 0 to `upto`; can be ().
         values: a tensor, such as all gradients of a step. If given, a histogram of magnitudes above
             the ranges replaces the lower part; labels show the fraction that becomes zero.
 

@@ -31,7 +31,7 @@ ROW_IN, GAP = 0.36, 0.9
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
     """Two bars per transfer: predicted from its parts (above) and measured (below). A black line
-    marks the bus limit (bytes / bandwidth); a diamond marks a return before the data arrived.
+    marks the bus limit (bytes / bandwidth); a diamond marks when a call returned early.
 
     Args:
         measured: results of `labkit.memory.timing.measure`, one per row.

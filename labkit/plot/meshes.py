@@ -29,7 +29,7 @@ Place = tuple[float, float]
 def mesh(
     shape: Mesh | Mapping[str, int], ranks_per_node: int | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The ranks of a mesh, joined along each axis by lines of one color.
+    """The ranks of a mesh, joined along each axis by lines in the axis's color.
 
     Args:
         shape: a `Mesh`, or axis sizes such as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
@@ -81,7 +81,7 @@ def _colors(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """Lay out the innermost axis to the right, outer axes right or down: the mesh is wide."""
+    """Lay out the innermost axis to the right, outer axes right or down, in a wide shape."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1

@@ -78,7 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """Draw a step, and return its stripes: all steps' stripes become one collection, for speed."""
+    """Draw a step, and return its stripes, which the caller draws as one collection, for speed."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)

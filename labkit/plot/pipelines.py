@@ -44,9 +44,9 @@ def schedule(
 
     Args:
         pipeline: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
-        costs: seconds per action: {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
-            if backward is split), or a function of stage and action. If None, a stage's forward
-            takes 1 and its backward 2, summed over its chunks; input and weight take 1 each.
+        costs: a dict of seconds per action, {"forward": 1e-3, "backward": 2e-3} ("input" and
+            "weight" too if backward is split), or a function of stage and action. If None, a
+            forward takes 1 and a backward 2 per stage and micro-batch; input and weight 1 each.
         message_s: time per message, in the same unit.
         recorded: a recorded run of the schedule, from which to take the times. If stages sleep
             (`PacedStage`), `record(paced=True)` notes this in the title.

@@ -47,7 +47,7 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {  # a label per field of StepParts: co
 
 @styled
 def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None = None) -> Figure:
-    """Recorded runs side by side. `runs`: name -> trace, or traces labeled by recorded names.
+    """Recorded runs side by side. `runs`: name -> trace, or a list of traces with recorded names.
 
     Time and bytes are means over the ranks, and medians over the timed steps after the run's first.
     Memory is the peak on the fullest rank, and is omitted if no run has a detailed step.

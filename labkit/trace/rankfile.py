@@ -8,7 +8,7 @@
 
 The file is ASCII and written in whole lines: a truncated file can be read up to the cut. The header
 names the columns; readers skip unknown columns. Times are seconds on the machine's monotonic clock;
-`clock` has one moment in both monotonic and Unix time.
+`clock` gives one moment in both monotonic and Unix time.
 """
 
 import json

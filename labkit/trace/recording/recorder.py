@@ -103,7 +103,7 @@ class Recorder:
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
-            self._detail.begin(self._roots, self._optimizers)  # slow: before the step begins
+            self._detail.begin(self._roots, self._optimizers)  # slow, so not part of the step
         self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 

@@ -199,8 +199,8 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Make backward call `hooks` at the nodes that created these tensors; return whether it
-        marked any. Nodes before the last mark are skipped: most are already marked."""
+        """Make backward call `hooks` at nodes that created these tensors; return whether any node
+        was marked. Nodes before the last mark are skipped: most are already marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):

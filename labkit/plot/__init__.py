@@ -4,9 +4,9 @@ recorded runs    timeline, memory, compare (runs side by side), view (with slide
 communication    mesh, bandwidth, nccl (rings and trees from a log),
                  movement and steps (a collective, step by step)
 pipelines        schedule, schedules (side by side on one time axis)
-memory           bill (a layer's activations), front (peak memory against recomputation share),
-                 step_memory, transfers (between memories), loading (of weights)
-planning         plan, plan_view (with sliders), calibration (measured against predicted step times)
+memory           bill (a layer's activations), front (peak memory against recomputation),
+                 step_memory, transfers (between memories), loading (weights during compute)
+planning         plan, plan_view (with sliders), calibration (predicted against measured step times)
 number formats   bits, flip_bits (with buttons), number_line, magnitudes
 
 from labkit import plot

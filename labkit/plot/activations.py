@@ -1,5 +1,5 @@
-"""Activation memory: a layer's bill by term of sbw(34 + 5as/w), the Pareto front of recomputation
-plans, and memory during a step for each run."""
+"""Activation memory: the bytes of one layer, split into the terms of sbw(34 + 5as/w); the Pareto
+front of recomputation plans; and memory during one step of each run."""
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
@@ -15,14 +15,14 @@ from labkit.plot.style import COLORS, INK, PAPER, VERMILION, byte_unit, text_on
 from labkit.predict.activations import Bill
 from labkit.trace import RankTrace, Trace
 
-# Shades of one color per part of a layer: attention scores, other attention terms, the MLP, and
-# norms and remaining terms.
+# Each part of a layer has shades of one color: attention scores, other attention terms, the MLP,
+# and all remaining terms.
 SCORES = (VERMILION, "#F0A57A")
 PARTS = {
     "core: ": style.SKY, "q, k, v": "#9AD0F0", "out": "#C5E4F7", "GELU": style.ORANGE,
     "mlp": "#F2C76B", "": "#C9CED6",
 }  # fmt: skip
-SHORT = {  # other terms just drop ": its input"
+SHORT = {  # labels inside the bars; all other labels are terms without ": its input"
     "q, k, v: their shared input": "q, k, v\ninput",
     "core: q, k and v": "core:\nq, k, v",
     "core: weights, before and after dropout": "core: weights,\nand after dropout",
@@ -38,7 +38,7 @@ CHOICE_COLORS = {
 
 @styled
 def bill(bills: Mapping[str, Bill], figure: Figure | None = None) -> Figure:
-    """Activation bytes of one layer: one bar of measured terms per bill; a line marks the formula.
+    """Activation bytes of one layer: a bar of measured terms for each bill, a line for the formula.
 
     `bills`: name -> `predict.activation_bill(...)`. Raises ValueError if empty.
     """
@@ -87,8 +87,8 @@ def front(
     """Peak memory against recomputation: one point per plan, the Pareto front, and the chosen plan.
 
     Args:
-        plans: from `labkit.memory.chooser.plan_of`; plans with one choice throughout are labeled.
-        pick: the chosen plan, which is circled.
+        plans: from `memory.chooser.plan_of`; plans with the same choice for all blocks are labeled.
+        pick: the chosen plan, marked with a circle.
         budget_bytes: memory limit, drawn as a dashed line.
 
     Raises ValueError if `plans` is empty.
@@ -127,8 +127,8 @@ def front(
     wide = wide or 1.0
     axes.set(
         xlim=(-0.04 * wide, 1.12 * wide), ylim=(0, 1.12 * high), ylabel=f"peak memory, {unit}",
-        xlabel="recomputation, % of the step",
-        title="A point per plan  ·  line: Pareto front",
+        xlabel="recomputed, % of the step's FLOPs",
+        title="One point per plan  ·  line: Pareto front",
     )  # fmt: skip
     return figure
 
@@ -176,7 +176,7 @@ def step_memory(
 
 
 def _curve(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Times (forward: 0 to 1, backward: 1 to 2), and bytes in use from each time on."""
+    """Times (forward from 0 to 1, backward from 1 to 2), and the bytes in use from each time on."""
     rank: RankTrace = next(iter(trace.ranks.values()))
     (begin_s, middle_s), (_, end_s) = _times(rank, "forward"), _times(rank, "backward")
     when_s = np.array([point.when_s for point in rank.memory])

@@ -1,5 +1,5 @@
-"""Bus bandwidth against size: measured, and by the alpha-beta model. Both axes are logarithmic, so
-that algorithms can be compared at 4 KiB as well as at 64 MiB."""
+"""Bus bandwidth against size: measured, and predicted by the alpha-beta model. Both axes are
+logarithmic, so that algorithms can be compared at 4 KiB as well as at 64 MiB."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from labkit.sweeps.sweep import BUS_FACTORS, DEFAULT, Point, Sweep, in_binary_un
 
 PANEL_IN = 3.2
 MOST_TICKS = 9
-ROOM = 2.0  # the y-axis extends by this factor below the rates and by its square above
+ROOM = 2.0  # the y-axis extends from the lowest rate / ROOM to the highest rate x ROOM squared
 LEVELS = 3  # heights of crossover labels, so that neighbors do not overlap
 
 
@@ -25,12 +25,12 @@ def bandwidth(
     sweep: Sweep | str | Path, op: str | None = None, ranks: int | None = None,
     figure: Figure | None = None,
 ) -> Figure:  # fmt: skip
-    """Bus bandwidth against size: measured (points, solid) and from fitted alpha and beta (dashed).
+    """Bus bandwidth against size: measured (solid) and according to fitted alpha and beta (dashed).
     A dotted line marks a crossover: above this size, the fits favor a different labkit algorithm.
 
     Args:
         sweep: from `labkit.bench.bench_collectives`, or the path of a saved sweep.
-        op, ranks: the operation and the number of ranks to draw; None draws a panel per value.
+        op, ranks: draw only this operation or number of ranks; None: all, one panel for each pair.
 
     Raises ValueError if nothing in the sweep matches.
     """
@@ -69,8 +69,8 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
         line = sorted((p for p in points if p.algorithm == name), key=lambda p: p.size_bytes)
         color, marker = BACKENDS_OWN if line[0].own else ALGORITHMS.get(name, OTHER_ALGORITHM)
         label = f"{name}'s own" if line[0].own else name
-        words = "labkit's choice if none is named"
-        if fit := fits.get(name):  # alpha, beta as a bandwidth, error of the fit
+        words = "labkit's choice if no algorithm is named"
+        if fit := fits.get(name):  # alpha, 1 / beta, and the error of the fit
             rate = f"{1e-9 / fit.beta_s_per_byte:.3g} GB/s" if fit.beta_s_per_byte else "no beta"
             words = f"{fit.alpha_s * 1e6:,.0f} us, {rate}, error {fit.error:.0%}"
             fitted = [fit.busbw_bytes_per_s(size) / 1e9 for size in fine]
@@ -82,7 +82,7 @@ def _draw(axes: Axes, points: Sequence[Point], fits: dict[str, Fit]) -> None:
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
     shown = sizes[:: -(-len(sizes) // MOST_TICKS)]
-    # Rounded to whole KiB: sizes that are split over three ranks are a few bytes smaller.
+    # Round to whole KiB: a size that is split over three ranks is a few bytes smaller.
     whole = [size if size < 1024 else round(size / 1024) * 1024 for size in shown]
     axes.set_xticks(shown, map(in_binary_units, whole))
     axes.xaxis.set_minor_locator(NullLocator())

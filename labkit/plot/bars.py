@@ -28,8 +28,8 @@ RANK_GAP = 0.4
 
 
 class Bar(NamedTuple):
-    """An interval to draw; `top` and `bottom` are measured downward from the rank's top, in heights
-    of the compute lane. Open bars and waits get a vermilion outline."""
+    """An interval to draw; `top` and `bottom` are measured downward from the rank's top; the unit
+    is the height of the compute lane. Open bars and waits get a vermilion outline."""
 
     top: float
     bottom: float
@@ -46,7 +46,7 @@ class RankBars(NamedTuple):
     """The bars of one rank, back to front."""
 
     bars: list[Bar]
-    groups: list[str]  # one per communication lane, top to bottom; "messages": only send and recv
+    groups: list[str]  # one per lane, top to bottom; "messages": a lane of only send and recv
 
     @property
     def height(self) -> float:
@@ -64,11 +64,11 @@ def lane_place(lane: int, lanes: int) -> tuple[float, float]:
 
 
 def bars_of(rank: RankTrace, end_s: float) -> RankBars:
-    """All bars of a rank; bars of unfinished records stay open until `end_s`."""
+    """All bars of a rank; bars of unfinished records are open and extend to `end_s`."""
     waits = list(_waits(rank, end_s))
     waited_ms = union((bar.begin_ms, bar.end_ms) for bar in waits)
     bars = [bar._replace(free_ms=_free(bar, waited_ms)) for bar in _spans(rank, end_s)] + waits
-    comms = [  # began_s is 0.0 if only issued
+    comms = [  # began_s is 0.0 if the operation was only issued
         x if x.ended_s else replace(x, began_s=max(x.began_s, x.issued_s), ended_s=inf)
         for x in rank.comms
     ]
@@ -83,7 +83,7 @@ def bars_of(rank: RankTrace, end_s: float) -> RankBars:
             color = shade(event.op, number)
             bars.append(Bar(top, bottom, *when, color, _event_names(event), bottom))
     collective = {x.group for x in comms if not _is_message(x)}
-    # A lane that holds only messages must not be labeled "all ranks".
+    # A lane with only messages must not be labeled "all ranks".
     groups = [
         "messages" if group not in collective and _is_default(group) else group
         for group, _ in in_lanes
@@ -145,7 +145,7 @@ def _waits(rank: RankTrace, end_s: float) -> Iterator[Bar]:
     pending = [
         (x.wait_began_s or x.issued_s, inf, (f"waiting for {_event_names(x)[0]}", "waiting"))
         for x in rank.comms
-        if not x.ended_s and (x.blocking or x.wait_began_s)  # a blocking operation waits at once
+        if not x.ended_s and (x.blocking or x.wait_began_s)  # blocking: waits immediately
     ]
     for begin_s, ended_s, names in [*waits, *sorted(pending, key=lambda wait: wait[0])[:1]]:
         yield Bar(0.0, 1.0, *_when(begin_s, ended_s, end_s), WAITING, names, 1.0)
@@ -209,14 +209,14 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
 
 
 def speed_of(link: Mapping[str, Any]) -> str:
-    """A link's speed as text, for one or two levels."""
+    """The speed of a link as text; a link with two levels has two speeds."""
     if "inside" not in link:
         return f"{link['gbps']:g} Gbit/s"
     return f"{speed_of(link['inside'])} inside nodes, {speed_of(link['between'])} between"
 
 
 def group_name(group: str) -> str:
-    """Shorten a communicator's name, "default" or "3 (ranks 0, 2)", for a narrow margin."""
+    """Shorten a communicator's name, such as "default" or "3 (ranks 0, 2)", for a narrow margin."""
     if _is_default(group):
         return "all ranks"
     name = group.partition(" of world ")[0]

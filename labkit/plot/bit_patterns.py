@@ -105,7 +105,7 @@ def _error(value: Exact | int, rounded: Exact) -> str:
 
 
 def field_of(format: Format, place: int) -> str:
-    """The field of the bit at `place`; place 0 is the sign."""
+    """The field of the bit at `place`; the sign bit is at place 0."""
     if place == 0:
         return "sign"
     if place <= format.exponent_bits:

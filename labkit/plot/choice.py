@@ -6,8 +6,8 @@ from labkit.trace import Trace
 
 
 def choose_step(trace: Trace, step: int | None = None) -> int | None:
-    """`step`; if None, the unfinished step, else the first timed step after the warm-up. Returns
-    None for a run without steps, which is drawn whole.
+    """Return `step`. If None, return the unfinished step, else the first timed step after the
+    warm-up, or None for a run without steps, which is drawn whole.
 
     Raises ValueError if `step` is not in the trace or the trace is empty.
     """
@@ -26,13 +26,13 @@ def choose_step(trace: Trace, step: int | None = None) -> int | None:
 
 
 def usual_steps(trace: Trace) -> list[int]:
-    """Timed steps after the run's first step; if none, all timed steps; if none, all steps."""
+    """Timed steps after the first step; if there are none, all timed steps, or else all steps."""
     steps, timed = trace.steps(), trace.steps(detail=False)
     return [step for step in timed if step != steps[0]] or timed or steps
 
 
 def choose_ranks(trace: Trace, ranks: Iterable[int] | None = None) -> list[int]:
-    """`ranks`; None: all ranks. Raises ValueError for an unknown rank or an empty `ranks`."""
+    """Return `ranks`, or all if None. Raises ValueError for an unknown rank or an empty `ranks`."""
     if ranks is None:
         return sorted(trace.ranks)
     chosen = list(dict.fromkeys(ranks))

@@ -17,7 +17,7 @@ from matplotlib.transforms import Bbox, ScaledTranslation
 
 from labkit.plot.style import CATEGORIES, DPI, FAINT, PAPER, SETTINGS, SMALL_PT, WIDTH_IN
 
-LEGEND_IN = 0.5  # distance below the axes, past tick labels and unit
+LEGEND_IN = 0.5  # distance from the axes down to the legend; the tick labels are in between
 
 styled = matplotlib.rc_context(SETTINGS)  # decorator: our settings replace the notebook's
 
@@ -81,7 +81,7 @@ class BarPart(NamedTuple):
 
 
 def memory_parts(memories: Sequence[Mapping[str, float]], scale: float) -> list[BarPart]:
-    """Bar segments for each category that occurs in `memories`, as bytes / `scale`."""
+    """The bar segments of each category that occurs in `memories`, in units of `scale` bytes."""
     return [
         BarPart(category, [memory.get(category, 0) / scale for memory in memories], color)
         for category, color in CATEGORIES.items()

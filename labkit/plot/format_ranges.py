@@ -24,8 +24,8 @@ from labkit.plot.style import BLUE, GRAY, INK, MUTED, ORANGE, SMALL_PT, VERMILIO
 from labkit.precision.formats import FORMATS, Format, decimal, floor_log2, format_of, rounded
 
 NORMAL, SUBNORMAL = BLUE, ORANGE
-ALL_10 = (-47.0, 41.0)  # exponents of ten on the axis: cover fp32 and narrower formats
-VALUES_10 = (-16.0, 7.0)  # with `values`: cover fp16 and narrower formats, or all `values`
+ALL_10 = (-47.0, 41.0)  # exponents of ten on the axis, which covers the range of fp32
+VALUES_10 = (-16.0, 7.0)  # with `values`: the range of fp16, extended to cover `values`
 ROW_IN, VALUES_IN, NEAR_IN, AROUND_IN = 0.27, 1.3, 0.42, 0.55
 MOST_VALUES = 2000
 
@@ -44,13 +44,13 @@ def number_line(
     values: torch.Tensor | None = None,
     figure: Figure | None = None,
 ) -> Figure:
-    """Each format's range on an axis of powers of ten and, below, its values near zero.
+    """The range of each format on an axis of powers of ten and, below, values near zero.
 
     Args:
         formats: names or `Format`s to show in the upper part.
-        near_zero: formats in the lower part, with a line per value from 0 to `upto`; () for none.
+        near_zero: formats in the lower part, with a line per value from 0 to `upto`; can be ().
         values: a tensor, such as all gradients of a step. If given, a histogram of magnitudes above
-            the ranges replaces the lower part; labels state the share that becomes zero.
+            the ranges replaces the lower part; labels show the fraction that becomes zero.
 
     Raises ValueError if more than 2,000 values of a format would be drawn.
     """
@@ -154,7 +154,7 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
         words += decimal(format.smallest_subnormal, 2)
         axes.text(upto * 1.015, row, words, va="center", fontsize=SMALL_PT)
     _name_formats(axes, formats)
-    axes.set(xlim=(0, upto), title="Values near zero, a line for each")
+    axes.set(xlim=(0, upto), title="Values near zero, one line per value")
     axes.set_xlabel("value", color=MUTED)
 
 
@@ -162,8 +162,8 @@ def _near_zero(axes: Axes, formats: list[Format], upto: float) -> None:
 def magnitudes(named: Mapping[str, Tensors], dtype: torch.dtype = torch.float16) -> Figure:
     """Histograms of log2 |x|, one panel per entry of `named`, with the range of `dtype` marked.
 
-    `named`: title -> one or more tensors (None is skipped). Zeros are counted separately; shares
-    are measured by casting. Raises ValueError if `named` or one of its entries is empty.
+    `named`: title -> one or more tensors (None is skipped). Titles show the share of zeros, and the
+    shares that a cast turns into 0 or inf. Raises ValueError if `named` or an entry is empty.
     """
     elements = {name: _elements(tensors) for name, tensors in named.items()}
     empty = [name for name, x in elements.items() if not len(x)]

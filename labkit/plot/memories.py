@@ -36,7 +36,7 @@ def memory(
     Args:
         ranks: global ranks; None draws at most the first eight.
         predicted: total bytes of parameters, gradients and optimizer state on a rank, or a
-            Footprint; None uses the prediction recorded with the run, if any.
+            `Footprint`; None uses the prediction recorded with the run, if any.
 
     Raises ValueError if the trace has no detailed step, or for an unknown rank.
     """
@@ -89,13 +89,13 @@ def detailed_step(trace: Trace) -> Trace:
         if any(rank.memory for rank in part.ranks.values()):
             return part
     raise ValueError(
-        "this trace has no memory, since none of its steps was recorded in detail; record the run "
+        "this trace has no memory records, because no step was recorded in detail; record the run "
         "again with `record(detail_step=1)`"
     )
 
 
 def peak_bytes(rank: RankTrace) -> int:
-    """The peak of the sum over all categories; 0 without memory records."""
+    """The peak of the sum over all categories; 0 if the rank has no memory records."""
     return sum(peak_memory(rank).values())
 
 

@@ -31,11 +31,11 @@ ROW_IN, GAP = 0.36, 0.9
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
     """Two bars per transfer: predicted from its parts (above) and measured (below). A black line
-    marks bytes / bus bandwidth, the limit; a diamond, a call that returned before the data arrived.
+    marks the bus limit (bytes / bandwidth); a diamond marks when a call returned early.
 
     Args:
         measured: results of `labkit.memory.timing.measure`, one per row.
-        rates: used for the prediction; None derives the rates from `measured`.
+        rates: the rates for the prediction; None derives them from `measured`.
 
     Raises ValueError if `measured` is empty, or a part of a transfer has no rate.
     """
@@ -98,8 +98,8 @@ def _name(way: Transfer) -> str:
 
 @styled
 def loading(runs: Mapping[str, Run]) -> Figure:
-    """A bus lane and a compute lane per run, on one time axis, with the weight bytes on the
-    device. Light bars are waits. Raises ValueError if `runs` is empty."""
+    """A bus lane and a compute lane per run, on one time axis, with the size of the weight buffers
+    on the device. Light bars are waits. Raises ValueError if `runs` is empty."""
     if not runs:
         raise ValueError('nothing to draw: pass runs by name, e.g. loading({"pipelined": run})')
     figure = constrained(None, 0.9 + 1.05 * len(runs))

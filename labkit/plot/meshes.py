@@ -29,11 +29,11 @@ Place = tuple[float, float]
 def mesh(
     shape: Mesh | Mapping[str, int], ranks_per_node: int | None = None, figure: Figure | None = None
 ) -> Figure:
-    """The ranks of a mesh, joined along each axis in the axis's color.
+    """The ranks of a mesh, joined along each axis by lines in the axis's color.
 
     Args:
         shape: a `Mesh`, or axis sizes such as {"pp": 2, "dp": 2, "tp": 2}, outermost first.
-        ranks_per_node: if given, box each node's ranks and draw links between nodes dashed.
+        ranks_per_node: if given, each node gets a box, and links between nodes are dashed.
 
     Raises ValueError for a mesh of more than 256 ranks.
     """
@@ -81,7 +81,7 @@ def _colors(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """Place the innermost axis rightward, outer axes rightward or downward, in a wide shape."""
+    """Lay out the innermost axis to the right, outer axes right or down, in a wide shape."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1
@@ -100,7 +100,7 @@ def _places(sizes: Mapping[str, int]) -> list[Place]:
 def _links(
     sizes: Mapping[str, int], axis: str, places: list[Place], node_of: list[int]
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """Lines between neighbors on `axis`, curved slightly around any ranks in between."""
+    """Lines between neighbors along `axis`, curved slightly around any ranks in between."""
     segments, styles = [], []
     t = np.linspace(0, 1, 13)[:, None]  # along a quadratic Bézier curve
     for rank, neighbor in (pair for line in lines(sizes, axis) for pair in pairwise(line)):

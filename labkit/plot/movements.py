@@ -1,5 +1,5 @@
 """A collective, one picture per step. Columns are ranks, rows are chunks. A cell has a stripe per
-rank, colored if the sum includes the rank's input. Arrows lead from framed chunks to receivers."""
+rank, colored if the cell includes the rank's input. Arrows lead from sent chunks to receivers."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -20,11 +20,11 @@ RANKS = [  # no vermilion, which marks errors
     style.GRAY,
 ]  # fmt: skip
 
-# In inches, the unit of the axes.
+# Sizes in inches, which is the unit of the axes.
 CELL, HIGH, COLUMN, ROW = 0.37, 0.24, 0.5, 0.36  # cell size, and distance between cells
 SIDE, TOP, HEAD, BETWEEN = 0.27, 0.62, 0.48, 0.14
 BOW = 0.16  # how far an arrow curves around intermediate ranks
-LARGEST = 1.8  # the maximum scale, for a small number of steps
+LARGEST = 1.8  # the maximum scale, used if there are few steps
 
 
 @styled
@@ -78,7 +78,7 @@ def movement(
 def _panel(
     axes: Axes, shown: Movement, step: int, left: float, top: float
 ) -> list[tuple[Rectangle, str]]:
-    """Draw a step; return its stripes for one collection: thousands of patches are slow."""
+    """Draw a step, and return its stripes, which the caller draws as one collection, for speed."""
     is_end = step > len(shown.frames)
     held = shown.first if step == 1 else shown.frames[step - 2].held
     middle = (left + (shown.size * COLUMN - COLUMN + CELL) / 2, top - 0.31)
@@ -92,7 +92,6 @@ def _panel(
         for chunk, content in enumerate(row):
             y = top + chunk * ROW
             for k, count in enumerate(content.counts or (0,) * shown.size):
-                # One stripe per rank, in the rank's color if the sum includes its input.
                 stripe = Rectangle((x + k * CELL / shown.size, y), CELL / shown.size, HIGH)
                 stripes.append((stripe, RANKS[k] if count else FAINT))
             if not content.is_right_in(chunk):
@@ -109,21 +108,21 @@ def _panel(
 
 
 def _wrong(content: Content, chunk: int) -> str:
-    """A short label for the error."""
+    """A short label for the error in a chunk."""
     if not content.counts:
         return "?"  # not a sum of the ranks' inputs
     if content.chunk != chunk:
         return "mix" if content.chunk is None else f"c{content.chunk}"
-    return f"{max(content.counts)}×"  # an input was added several times
+    return f"{max(content.counts)}×"  # an input was added more than once
 
 
 def _message(axes: Axes, message: Message, left: float, top: float, size: int) -> None:
-    """Frame each run of consecutive sent chunks, and draw an arrow to the target."""
+    """Frame each run of consecutive sent chunks, and draw an arrow from each to the target."""
     forward = message.target > message.source
     x, target_x = (left + rank * COLUMN for rank in (message.source, message.target))
     begin, end = (x + CELL, target_x) if forward else (x, target_x + CELL)
     far = abs(message.target - message.source) > 1
-    bend = -2 * BOW / abs(end - begin) if far else 0.0  # upward if going right, else downward
+    bend = -2 * BOW / abs(end - begin) if far else 0.0  # up if the arrow points right
     numbered = enumerate(sorted(set(message.chunks)))
     for _, neighbors in groupby(numbered, lambda pair: pair[1] - pair[0]):
         run = [chunk for _, chunk in neighbors]

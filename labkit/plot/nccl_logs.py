@@ -14,7 +14,7 @@ from labkit.plot.style import BLUE, GREEN, IDLE, INK, MUTED, ORANGE, SKY, SMALL_
 from labkit.trace.nccl_log import Communicator, Connection, NcclLog, TreeNode
 from labkit.trace.nccl_log.log import alike
 
-TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # one per host, repeated in order
+TINTS = ["#DCEBF5", "#FBEFD5", "#DDF1EA", "#F6E6EF"]  # one per host, reused in order
 COLORS = {
     "P2P": GREEN,
     "SHM": ORANGE,
@@ -34,7 +34,7 @@ def nccl(
     log: NcclLog, communicator: Communicator | None = None, figure: Figure | None = None
 ) -> Figure:
     """Rings (circles with arrows) and trees, with connections colored by transport. Channels with
-    equal graphs share a picture (at most 4 rings and 4 trees); ranks on a host share a tint.
+    equal graphs share a picture (at most 4 rings and 4 trees); ranks on one host share a tint.
 
     Args:
         log: from `read_nccl_log`.
@@ -68,7 +68,7 @@ def nccl(
         axes.axis("off")
         used |= draw(axes, group, channels[0])
         numbers = ", ".join(map(str, channels[:6])) + " ..." * (len(channels) > 6)
-        title = f"{kind} of channel {numbers}"
+        title = f"{kind} of channel{'s' * (len(channels) > 1)} {numbers}"
         axes.set_title(title, loc="center", fontsize=SMALL_PT + 1, pad=3)
     nodes = len(group.hosts())
     words = [f"NCCL {log.version}", f"{group.size} ranks", f"{nodes} node{'s' * (nodes != 1)}"]
@@ -119,7 +119,7 @@ def _on_circle(radius: float, degrees: float) -> Place:
 
 
 def _tree(axes: Axes, group: Communicator, channel: int) -> set[str]:
-    """Draw the tree, root on top; arrows point up, in the direction of the reduction."""
+    """Draw the tree with the root on top; arrows point up, in the direction of the reduction."""
     tree = group.trees[channel]
     place: dict[int, Place] = {}
     leaves = 0

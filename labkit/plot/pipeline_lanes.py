@@ -20,13 +20,13 @@ UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0, "update":
 @dataclass
 class Lanes:
     """One panel: timed actions per stage, shifted to begin at 0 and converted from seconds to
-    `unit`: "ms", or "" if times are in units of a forward.
+    `unit`: "ms", or "" if the time unit is one forward.
 
     length    end of the last action
     step      longest time from a stage's first action to its last (`pipeline_step_s`): the interval
               after which each stage can begin the next step
-    bubble    idle share of a step over all stages, 0 to 1
-    windows   begin and end of the step on each stage; idle time within is the bubble
+    bubble    idle fraction of the step over all stages, 0 to 1
+    windows   begin and end of the step on each stage; idle time within them is the bubble
     held      peak number of micro-batches in flight per stage, from a forward until the end of the
               backward or weight gradients; a chunk counts as a fraction of a micro-batch
     """

@@ -1,4 +1,4 @@
-"""Pipeline schedules, replayed or recorded: a lane per stage, a box per action, idle time.
+"""Pipeline schedules, replayed or recorded: a lane per stage, a box per action, gray idle time.
 
 stage 0  │0│1│2│3│     │ 0 │4│ 1 │ ...        numbers: micro-batches; colors: phases;
 stage 1    │0│1│2│   │ 0 │3│ 1 │ ...          lighter tints: later chunks
@@ -19,7 +19,7 @@ from labkit.schedules import Schedule
 from labkit.trace import Trace
 
 WORDS = {"input": "backward: input", "weight": "backward: weights", "update": "weight update"}
-LANE_IN, LANES_IN = 0.34, 7.0  # per stage; for all stages, at most
+LANE_IN, LANES_IN = 0.34, 7.0  # height of a stage; maximum for all stages
 LEFT_IN, RIGHT_IN, TITLE_IN, TICKS_IN, LEGEND_IN = 0.85, 0.95, 0.38, 0.42, 0.42
 LANE = 0.86  # fraction of a stage's height filled by its boxes
 LIGHTEST = 0.45  # fraction of white in the color of the last chunk
@@ -37,16 +37,16 @@ def schedule(
     name: str = "",
     figure: Figure | None = None,
 ) -> Figure:
-    """A pipeline schedule over time: when each stage computes which micro-batch, and when it idles.
+    """A pipeline schedule over time: which micro-batch each stage computes, and when it is idle.
 
     Each lane is labeled with its peak number of micro-batches in flight: a micro-batch holds
-    activations from its forward until the end of its backward (or weight gradients).
+    activations from its forward until the end of its backward (or of its weight gradients).
 
     Args:
         pipeline: a schedule, or a trace with spans named after micro-batches (`by_microbatch`).
-        costs: seconds per action, {"forward": 1e-3, "backward": 2e-3} ("input" and "weight" too
-            if backward is split), or a function of stage and action. If None, a stage's forward
-            takes 1 and its backward 2, summed over its chunks; input and weight take 1 each.
+        costs: a dict of seconds per action, {"forward": 1e-3, "backward": 2e-3} ("input" and
+            "weight" too if backward is split), or a function of stage and action. If None, a
+            forward takes 1 and a backward 2 per stage and micro-batch; input and weight 1 each.
         message_s: time per message, in the same unit.
         recorded: a recorded run of the schedule, from which to take the times. If stages sleep
             (`PacedStage`), `record(paced=True)` notes this in the title.
@@ -78,7 +78,7 @@ def schedules(
 
 
 def _draw(panels: Sequence[Lanes], figure: Figure | None) -> Figure:
-    """Draw panels below each other; panels with equal units share one time range."""
+    """Draw the panels one below the other; panels with the same unit share a time range."""
     lane_in = min(LANE_IN, LANES_IN / max(len(panel.stages) for panel in panels))
     heights = [lane_in * len(panel.stages) for panel in panels]
     around_in = len(panels) * (TITLE_IN + TICKS_IN) + LEGEND_IN

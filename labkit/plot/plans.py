@@ -23,7 +23,7 @@ COLORS = {
     "compute": COMPUTING, "optimizer": style.GREEN, "tensor": style.PURPLE,
     "pipeline": style.BROWN, "data": style.YELLOW, "bubble": style.WAITING,
 }  # fmt: skip
-NAMES = {axis: f"exposed: {axis}" for axis in ("tensor", "pipeline", "data")}  # communication
+NAMES = {axis: f"exposed: {axis}" for axis in ("tensor", "pipeline", "data")}  # in the legend
 
 WIDTHS = (  # color and marker by model width
     (style.SKY, "o"), (style.BLUE, "s"), (style.ORANGE, "^"), (style.PURPLE, "D"),
@@ -35,7 +35,7 @@ TICKS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 @styled
 def plan(planned: Plan, top: int = 10, figure: Figure | None = None) -> Figure:
-    """Step times, by part, of the `top` fastest layouts, and the fastest time for each tp and pp.
+    """Step times, by part, of the `top` fastest layouts, and the fastest step for each tp and pp.
 
     Raises ValueError if `top` < 1.
     """
@@ -56,7 +56,7 @@ def compared_with_best(
     planned: Plan, report: StepReport | None, figure: Figure | None = None
 ) -> Figure:
     """A layout next to the best: step time, and peak memory of the fullest device. Draws only the
-    best if `report` is None or describes the best."""
+    best layout if `report` is None or belongs to the best layout."""
     reports = {"best": planned.best}
     if report is not None and report != planned.best:
         reports = {"chosen": report, **reports}
@@ -92,7 +92,7 @@ def _draw_seconds(axes: Axes, reports: Sequence[StepReport], names: Sequence[str
 
 
 def _draw_map(axes: Axes, planned: Plan) -> None:
-    """Draw the step seconds of the fastest layout for each tp and pp; darker is faster."""
+    """Draw the step time of the fastest layout for each tp and pp; darker is faster."""
     fastest: dict[tuple[int, int], StepReport] = {}
     for report in planned.reports:
         fastest.setdefault((report.layout.tp, report.layout.pp), report)
@@ -121,7 +121,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
         edge = (outside[0], len(pps))
         note(axes, "across nodes", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(
-        xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor ranks tp",
+        xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor-parallel ranks tp",
         ylabel="pipeline stages pp", title="Fastest step for each tp and pp, s\n",
     )  # fmt: skip
     axes.tick_params(length=0)
@@ -133,8 +133,8 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
 
 @styled
 def calibration(fitted: Calibration | None = None, figure: Figure | None = None) -> Figure:
-    """Predicted against measured step times, and each row's error with its 90 % interval. Hollow
-    marks use constants fitted to all other widths. `fitted`: None uses labkit's calibration."""
+    """Predicted against measured step times, and each step's error with its 90 % interval. Hollow
+    markers use constants fitted to all other widths. `fitted`: None uses labkit's calibration."""
     fitted = fitted or stored()
     figure = constrained(figure, 4.4)
     both, errors = figure.subplots(1, 2, width_ratios=[1, 1.7])
@@ -152,7 +152,7 @@ def calibration(fitted: Calibration | None = None, figure: Figure | None = None)
 
 
 def _models(fitted: Calibration) -> Iterator[tuple[str, np.ndarray, str, str]]:
-    """Yield each model's name, rows, color and marker."""
+    """Yield the label, row indices, color and marker of each model width."""
     widths = np.array([row.sizes.width for row in fitted.rows])
     for width, look in zip(np.unique(widths), cycle(WIDTHS)):
         yield f"width {width:,}", np.flatnonzero(widths == width), *look

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 class StepParts(NamedTuple):
     """The parts of a step, in seconds."""
 
-    alone_s: float  # computing without a transfer
+    alone_s: float  # computing with no transfer in progress
     hidden_s: float  # computing during a transfer
     waiting_s: float
     other_s: float
 
 
-TIME_PARTS: dict[str, tuple[str, ...]] = {  # fields of StepParts, in order: color, hatch, edge
+TIME_PARTS: dict[str, tuple[str, ...]] = {  # a label per field of StepParts: color, hatch, edge
     "compute": (style.COMPUTING,),
     "compute, hiding communication": (style.HIDDEN,),
     "waiting": (style.WAITING, "////", style.UNFINISHED),
@@ -47,15 +47,15 @@ TIME_PARTS: dict[str, tuple[str, ...]] = {  # fields of StepParts, in order: col
 
 @styled
 def compare(runs: Mapping[str, Trace] | Sequence[Trace], figure: Figure | None = None) -> Figure:
-    """Recorded runs side by side: name -> trace, or a list of traces, labeled by recorded name.
+    """Recorded runs side by side. `runs`: name -> trace, or a list of traces with recorded names.
 
     Time and bytes are means over the ranks, and medians over the timed steps after the run's first.
-    Memory is the peak on the fullest rank, omitted if no run has a detailed step.
+    Memory is the peak on the fullest rank, and is omitted if no run has a detailed step.
     Raises ValueError if there are no runs or a run is empty.
     """
     named = dict(runs) if isinstance(runs, Mapping) else _named(runs)
     if not named:
-        raise ValueError('nothing to compare: give recorded runs, e.g. compare({"ddp": trace})')
+        raise ValueError('nothing to compare: pass recorded runs, e.g. compare({"ddp": trace})')
     for trace in named.values():
         choose_step(trace)  # raises ValueError for an empty trace
     traces = named.values()
@@ -99,7 +99,7 @@ def _named(runs: Sequence[Trace]) -> dict[str, Trace]:
 
 
 def step_times(trace: Trace) -> StepParts:
-    """Parts of a step: mean over ranks, median over usual steps."""
+    """The parts of a step: mean over ranks, median over `usual_steps`."""
     parts: dict[int, list[RankTrace]] = {index: [] for index in usual_steps(trace)}
     for rank in trace.ranks.values():
         own = {
@@ -126,7 +126,7 @@ def _times_of(rank: RankTrace) -> StepParts:
 
 
 def sent_bytes(trace: Trace) -> dict[str, float]:
-    """`bus_bytes` sent per rank and usual step, by operation; averaged as in `step_times`."""
+    """`bus_bytes` sent in a step by operation: mean over ranks, median over `usual_steps`."""
     usual = usual_steps(trace)
     totals: dict[str, dict[int, int]] = {}
     for rank in trace.ranks.values():

@@ -1,6 +1,6 @@
-"""Colors shared by all plots, one per concept. The hues are from Okabe and Ito (2008), which
-color-blind readers can distinguish. A phase has the color of its output; transfers are purple,
-blue, yellow, gray or brown by operation; vermilion marks lost time."""
+"""Colors shared by all plots, one per concept. Color-blind readers can distinguish the hues, which
+are from Okabe and Ito (2008). A phase has the color of its output; transfers are purple, blue,
+yellow, gray or brown by operation; vermilion marks lost time."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -35,7 +35,7 @@ CATEGORIES = {
     "other": "#D5D8DC",
 }
 
-# Two shades per operation, alternating by sequence number: neighbors differ, all ranks agree.
+# Two shades per operation alternate by sequence number: neighbors differ, all ranks agree.
 OPERATIONS = {
     "all_reduce": (PURPLE, "#A34F7E"),
     "all_gather": (BLUE, "#004C77"),
@@ -65,13 +65,13 @@ ALGORITHMS = {
 OTHER_ALGORITHM = (GRAY, "p")
 BACKENDS_OWN = (BLACK, "x")
 
-WAITING, UNFINISHED = "#FBE3D5", VERMILION  # a wait, outlined in vermilion; unfinished records
+WAITING, UNFINISHED = "#FBE3D5", VERMILION  # waits, outlined in vermilion; unfinished records
 COMPUTING, HIDDEN = "#4A5560", PURPLE  # all phases together; computing during a transfer
 IDLE = "#C9CED6"  # neither computing nor waiting
 MEASURED, PREDICTED = "#4A5560", "#B4BAC2"
 
 TEXT_PT, SMALL_PT, TITLE_PT = 9.0, 8.0, 10.5
-WIDTH_IN, DPI = 10.0, 100  # a laptop shows 1000 pixels
+WIDTH_IN, DPI = 10.0, 100  # 1000 pixels, which fit on a laptop's screen
 
 # Independent of the style that a notebook sets for its own plots.
 SETTINGS: Any = {
@@ -111,7 +111,7 @@ SETTINGS: Any = {
 
 
 def shade(op: str, number: int) -> str:
-    """The color of the `number`-th operation `op`."""
+    """The shade of operation `op` for `number`, such as its sequence number."""
     return OPERATIONS.get(op, OTHER_OPERATIONS)[number % 2]
 
 

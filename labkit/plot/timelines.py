@@ -24,9 +24,9 @@ from labkit.trace import Trace
 from labkit.trace.measures import end_of
 
 LEFT_IN, RIGHT_IN, TOP_IN, BOTTOM_IN = 1.15, 0.2, 0.4, 0.85  # margins of the axes
-MOST_NAMES = 300  # only the widest bars are named
-LINE_PX, NAME_PX = 15, 12  # height of a line of labels, and of a name in a bar
-EDGE_PX = (4, 7)  # smaller bars get no white edge, which would cover them
+MOST_NAMES = 300  # at most; only the widest bars are named
+LINE_PX, NAME_PX = 15, 12  # minimum height for a row label, and for a name in a bar
+EDGE_PX = (4, 7)  # width, height: smaller bars get no white edge, which would cover them
 EDGE_PT = 0.7
 ARROW_PX = 12  # the tip of an unfinished bar
 
@@ -45,7 +45,7 @@ def timeline(
         ranks: global ranks, from top to bottom; None: all ranks.
         zoom: begin and end of the part of the step to show, as fractions from 0 to 1.
 
-    Raises ValueError if the trace is empty or lacks the step or a rank.
+    Raises ValueError for an empty trace, a missing step or rank, or an invalid `zoom`.
     """
     return TimelineView(trace, step, ranks, figure, zoom).figure
 
@@ -94,7 +94,7 @@ class TimelineView:
         step = choose_step(self.trace, step)
         chosen = choose_ranks(self.trace, ranks)
         if not 0 <= zoom[0] < zoom[1] <= 1:
-            raise ValueError(f"zoom={zoom}: give a part of the step between 0 and 1, as (0.5, 0.8)")
+            raise ValueError(f"zoom={zoom}: pass two fractions of the step, such as (0.5, 0.8)")
         part, end_s, of_rank = self._of(step)
         entries = legend_entries(Trace({rank: part.ranks[rank] for rank in chosen}))
         if list(entries) != [text.get_text() for text in self._legend.get_texts()]:
@@ -144,8 +144,8 @@ class TimelineView:
         tip = end + is_open * ARROW_PX / self._px_per_ms
         roomy = (end - begin) * self._px_per_ms > EDGE_PX[0]
         roomy &= (bottom - top) * self._px_per_row > EDGE_PX[1]
-        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # half an edge:
-        top, bottom = top - rim, bottom + rim  # bars with edges would otherwise look flatter
+        rim = roomy * EDGE_PT / 2 * self.figure.dpi / 72 / self._px_per_row  # half an edge
+        top, bottom = top - rim, bottom + rim  # otherwise, bars with edges would look flatter
         x = np.stack([begin, end, tip, end, begin], axis=1)
         y = np.stack([top, top, (top + bottom) / 2, bottom, bottom], axis=1)
         edges = [

@@ -1,4 +1,4 @@
-"""Interactive pictures: a recorded run, a plan, a collective step by step, bits."""
+"""Interactive pictures of a recorded run, a plan, a collective, and the bits of a number."""
 
 import html
 from base64 import b64encode
@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "sliders need ipywidgets, which is not installed: pip install 'labkit[lab]'; "
-        "plot.timeline, plot.memory, plot.plan, plot.movement and plot.bits draw without it"
+        "plot.timeline, plot.memory, plot.plan, plot.movement and plot.bits work without it"
     ) from error
 
 MOST_BITS = 32  # buttons, in two rows
@@ -35,7 +35,7 @@ BUTTON_STYLES = {"sign": "danger", "exponent": "info", "fraction": "success"}  #
 
 class PictureWidget(ipywidgets.VBox):
     """Controls above one picture, which is redrawn when a control changes. `picture.value` is the
-    PNG shown; on pages without a kernel, the PNG from `_static` is the only content.
+    PNG shown; a page without a kernel shows only the PNG from `_static`.
 
     A subclass creates its controls, passes them to `_arrange`, and draws in `_draw`.
     """
@@ -120,10 +120,10 @@ class View(PictureWidget):
 
 
 class PlanView(PictureWidget):
-    """Compare a plan's best layout with the fastest for the tp, pp and micro-batch on the sliders.
+    """Compare a plan's best layout with the fastest one for the tp, pp and micro-batch chosen.
 
-    `report`: the step of the chosen layout, None if no matching layout fits; `verdict.value`: why
-    the layout is slower or does not exist.
+    `report`: the step of that layout, or None if no matching layout fits; `verdict.value`: why the
+    layout is slower or does not exist.
     """
 
     def __init__(self, planned: Plan):
@@ -145,7 +145,7 @@ class PlanView(PictureWidget):
     def _draw(self) -> None:
         asked = (self.tp.value, self.pp.value, self.microbatch.value)
         matching = (x for x in self._planned.reports if _axes(x.layout) == asked)
-        self.report = next(matching, None)  # ranked: the first is the fastest
+        self.report = next(matching, None)  # sorted: the first is the fastest
         self.verdict.value = html.escape(self._verdict(asked))
         key = None if self.report is None else id(self.report)
         self._show_once_drawn(key, lambda: compared_with_best(self._planned, self.report))
@@ -159,7 +159,7 @@ class PlanView(PictureWidget):
             if _axes(large.layout) == asked:
                 return self._planned.why(large.layout)
         tp, pp, b = asked
-        return f"tp {tp} · pp {pp} · b {b} is not a layout: ranks or rows are not divisible"
+        return f"tp {tp} · pp {pp} · b {b} is not a layout: ranks or rows cannot be split evenly"
 
 
 def _axes(layout: Layout) -> tuple[int, int, int]:
@@ -198,7 +198,7 @@ class FlipBits(PictureWidget):
         if format.width_bits > MOST_BITS:
             raise ValueError(
                 f"flip_bits: {format.name} has {format.width_bits} bits, too many for buttons "
-                f"({MOST_BITS}); see plot.bits({value}, {format.name!r})"
+                f"(at most {MOST_BITS}); see plot.bits({value}, {format.name!r})"
             )
         super().__init__()
         small = {x.name: x for x in FORMATS.values() if x.width_bits <= MOST_BITS}

@@ -30,7 +30,7 @@ SHOWN = ("step", "group", "dtype", "payload_bytes", "bus_bytes", "wire_bytes", "
 
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
-    """The trace as a Trace Event JSON object; unfinished events extend to the trace's end."""
+    """The trace as a Trace Event JSON object; unfinished events extend to the end of the trace."""
     end_s = end_of(trace)
     ranks = {number: _RankSlices(rank, end_s) for number, rank in sorted(trace.ranks.items())}
     events = [event for slices in ranks.values() for event in slices.events()]
@@ -42,7 +42,7 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 
 
 def write_chrome(trace: Trace, path: str | Path) -> Path:
-    """Write the trace to `path`, gzipped if the name ends in ".gz"; viewers open both forms."""
+    """Write the trace to `path`, gzipped if the name ends in ".gz"; the viewers open both."""
     path = Path(path)
     data = json.dumps(to_chrome(trace), separators=(",", ":"), allow_nan=False).encode()
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
@@ -51,7 +51,7 @@ def write_chrome(trace: Trace, path: str | Path) -> Path:
 
 @dataclass
 class _Slice:
-    """A complete event. Times are whole nanoseconds, as float rounding would break nesting."""
+    """A complete event. Times are whole nanoseconds: float rounding would break the nesting."""
 
     rank: int
     name: str
@@ -102,7 +102,7 @@ class _RankSlices:
         return _Slice(self.rank.rank, name, category, begin_ns, max(begin_ns, end_ns), known)
 
     def _add_threads(self, name: str, slices: Iterable[_Slice], nest: bool = True) -> None:
-        """Put slices on a thread; crossing slices (unless `nest`, also nested) get new threads."""
+        """Put slices on new threads, on each of which they are disjoint (or nested, if `nest`)."""
         remaining = sorted(slices, key=lambda x: (x.begin_ns, -x.end_ns))
         while remaining or not self.threads:
             placed: list[_Slice] = []
@@ -121,7 +121,7 @@ class _RankSlices:
             remaining = crossing
 
     def computing_from(self, when_ns: int) -> _Slice | None:
-        """A slice from `when_ns`, for an arrow's begin; None if the rank is not computing then."""
+        """A slice from `when_ns` on, to start an arrow; None if the rank is not computing then."""
         place = bisect_right(self._computing, when_ns, key=lambda x: int(x[0]))
         end_ns = int(self._computing[place - 1][1]) if place else 0
         return _Slice(self.rank.rank, "", "", when_ns, end_ns, {}) if end_ns > when_ns else None
@@ -149,7 +149,7 @@ class _RankSlices:
 
 
 def _arrows(trace: Trace, ranks: dict[int, _RankSlices]) -> Iterator[tuple[str, _Slice, _Slice]]:
-    """Every arrow as (name, slice at its begin, slice at its end)."""
+    """Every arrow as (name, slice at the start, slice at the end)."""
     for rank, of_rank in ranks.items():
         for event in trace.ranks[rank].comms:
             at = of_rank.computing_from(round(event.issued_s * 1e9))

@@ -34,17 +34,17 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     """Create a run folder, write its `run.json`, and return the folder.
 
     Args:
-        about: entries for `run.json`, as {"what": "ddp", "seed": 0}. These entries extend or
+        about: entries for `run.json`, such as {"what": "ddp", "seed": 0}. These entries extend or
             override the environment (host, platform, versions, command, start time).
         replace: remove an existing run; unrelated files are never removed.
 
-    Raises ValueError if `path` is a file, or holds unrelated files or (unless `replace`) a run.
+    Raises ValueError if `path` is a file, or contains unrelated files or (unless `replace`) a run.
     """
     path = Path(path)
     if path.is_dir() and any(path.iterdir()):
         _read_about(path)
         if not replace:
-            raise ValueError(f"{path} holds a run already; choose another folder or replace=True")
+            raise ValueError(f"{path} already contains a run; choose a new folder or replace=True")
         for file in path.iterdir():
             if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
                 file.unlink()
@@ -70,7 +70,7 @@ def add_metrics(path: str | Path, notes: Iterable[dict[str, Any]]) -> None:
     """Append metrics to the run in the folder `path`; ranks may append concurrently."""
     lines = "".join(json.dumps(note, default=float) + "\n" for note in notes)
     with (Path(path) / METRICS).open("ab") as file:
-        file.write(lines.encode())  # a single write, so ranks' lines do not interleave
+        file.write(lines.encode())  # a single write, so that lines of different ranks do not mix
 
 
 def write_run(trace: Trace, path: str | Path, replace: bool = False) -> Path:
@@ -93,7 +93,7 @@ def read_run(path: str | Path) -> Trace:
     The readable part of a damaged or unfinished run is returned: `complete` is False on incomplete
     ranks, and `about["problems"]` lists the problems.
 
-    Raises FileNotFoundError for a missing folder, ValueError for other contents or a newer format.
+    Raises FileNotFoundError if there is no folder, ValueError if it has no run of a known format.
     """
     path = Path(path)
     if not path.exists():
@@ -113,7 +113,7 @@ def read_run(path: str | Path) -> Trace:
 
 
 def _read_about(path: Path) -> dict[str, Any]:
-    """The contents of `run.json`. Raises ValueError if the folder holds no labkit run."""
+    """The contents of `run.json`. Raises ValueError if the folder contains no labkit run."""
     wrong = f"{path} is not a labkit run"
     try:
         about = json.loads(read_file(path / RUN))
@@ -128,7 +128,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 
 def _drop_invalid(about: dict[str, Any]) -> list[str]:
-    """Remove invalid entries that labkit computes with; return one sentence per removed entry."""
+    """Remove invalid entries that labkit would use; return one sentence per removed entry."""
     about.pop("problems", None)  # added by `read_run`, not recorded
     size, link, predicted = (about.get(name) for name in ("world_size", "link", "predicted"))
     levels = [link]

@@ -8,8 +8,8 @@
               operations  the operations computed in the detailed step
 
 The edges are implicit. On a rank, records are ordered by time, and an event includes its wait. A
-collective has the same `group` and `seq` on every rank; a receive has the same ends, tag and `seq`
-as its send (`Trace.collectives`, `Trace.messages`). This is sufficient for a replay.
+collective has the same `group` and `seq` on every rank; a receive has the same source, target, tag
+and `seq` as the send (`Trace.collectives`, `Trace.messages`). This is sufficient for a replay.
 
 All times are seconds since the beginning of the trace, on one clock shared by all ranks.
 This module does not import torch, so traces can be read, replayed and drawn without torch.
@@ -35,23 +35,23 @@ PHASES = (  # "input" and "weight": the two halves of a pipeline's backward; "up
 @dataclass(slots=True)
 class Span:
     """A period of computing on one rank. Forward spans nest like modules. In backward, a span with
-    depth 0 and module "" covers the entire pass; module spans follow each other at depth 1 and
+    depth 0 and module "" covers the entire pass; module spans follow one another at depth 1 and
     exclude the time of child modules."""
 
     phase: str  # one of PHASES
-    module: str  # path from the root, "blocks.0.mlp"; "": the root, or the entire backward
+    module: str  # path from the root, such as "blocks.0.mlp"; "": the root, or all of backward
     step: int
     began_s: float
     ended_s: float  # 0.0: still open when the run ended
     depth: int = 0  # 0 is outermost
-    kind: str = ""  # class of the module or optimizer, "Linear"
+    kind: str = ""  # class of the module or optimizer, such as "Linear"
     flops: int | None = None  # in the detailed step; excluding nested spans
     moved_bytes: int | None = None  # read and written, excluding nested spans
 
 
 @dataclass(slots=True)
 class Step:
-    """One training step: from the previous step's end to the end of its own optimizer step."""
+    """One training step: from the end of the previous step to the end of the optimizer step."""
 
     index: int
     began_s: float
@@ -72,14 +72,14 @@ class Operation(NamedTuple):
 
     when_s: float
     step: int
-    name: str  # torch's name, "mm"
-    dtype: str  # of its first floating-point tensor, "bfloat16"
+    name: str  # torch's name, such as "mm"
+    dtype: str  # of the first floating-point tensor, such as "bfloat16"
     flops: int
     moved_bytes: int  # read and written
     sides: tuple[int, ...] = ()  # m, n, k of a matmul [m, k] x [k, n], batched or not
 
 
-# Time fields per kind of record; every field but the first may be 0.0 for "not yet".
+# Time fields per kind of record; all fields except the first may be 0.0, which means "not yet".
 TIMES = {
     "steps": ("began_s", "ended_s"),
     "spans": ("began_s", "ended_s"),
@@ -103,7 +103,7 @@ class RankTrace:
     memory: list[MemoryPoint] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     complete: bool = True  # False: the rank died, or the file was cut off
-    alike: tuple[int, ...] = ()  # global ranks that this record represents
+    alike: tuple[int, ...] = ()  # other global ranks that this record represents
 
     def timed_records(self) -> Iterator[Span | CommEvent | Step]:
         return chain(self.steps, self.spans, self.comms)
@@ -125,8 +125,8 @@ class MessageKey(NamedTuple):
 
 @dataclass
 class Trace:
-    """A recorded run. `about` holds the contents of `run.json`; `metrics` holds one dict per
-    `metric` call on a rank, as {"step": 3, "rank": 0, "loss": 2.1}."""
+    """A recorded run. `about` has the contents of `run.json`; `metrics` has one dict per `metric`
+    call on a rank, such as {"step": 3, "rank": 0, "loss": 2.1}."""
 
     ranks: dict[int, RankTrace] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Trace:
 
     @property
     def complete(self) -> bool:
-        """Whether every rank is present and its record complete."""
+        """Whether every rank is present and every record is complete."""
         return 0 < len(self.ranks) == self.size and all(r.complete for r in self.ranks.values())
 
     def steps(self, detail: bool | None = None) -> list[int]:
@@ -169,20 +169,20 @@ class Trace:
 
     @property
     def record_of(self) -> dict[int, RankTrace]:
-        """Global rank -> its record or its representative's record, in order of rank."""
+        """Global rank -> record of the rank or of its representative, in order of rank."""
         every = [(number, rank) for rank in self.ranks.values() for number in rank.alike]
         every += self.ranks.items()
         return dict(sorted(every, key=lambda x: x[0]))
 
     def expanded(self, ranks: Iterable[int] | None = None) -> "Trace":
         """The trace with a record for each of `ranks` (every rank by default). A represented rank
-        gets its representative's record, with groups from `groups_like`; other lists are shared.
+        gets its representative's record, with groups from `groups_like`; only `comms` is copied.
         Raises ValueError for a rank that is neither recorded nor represented."""
         record_of = self.record_of
         expanded: dict[int, RankTrace] = {}
         for number in record_of if ranks is None else ranks:
             if number not in record_of:
-                raise ValueError(f"rank {number} and ranks like it have no record in this trace")
+                raise ValueError(f"rank {number} is neither recorded nor represented in this trace")
             rank = record_of[number]
             comms = [as_seen_by(event, number, rank.size) for event in rank.comms]
             expanded[number] = replace(rank, rank=number, comms=comms, alike=())
@@ -224,7 +224,7 @@ class Trace:
 
 
 def earlier(rank: RankTrace, by_s: float) -> RankTrace:
-    """Shift all times back by `by_s`, except 0.0 ("not yet") in fields other than the first."""
+    """Make all times earlier by `by_s`, except 0.0 ("not yet") in fields other than the first."""
 
     def moved(record: Any, names: tuple[str, ...]) -> Any:
         times = {name: getattr(record, name) for name in names}
@@ -240,7 +240,7 @@ def earlier(rank: RankTrace, by_s: float) -> RankTrace:
 
 @cache
 def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...]:
-    """Translated copies of `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
+    """Shifted copies of `ranks` that partition `size` ranks, as in a mesh; else `ranks` alone.
 
     (0, 1, 2, 3) of 8 ranks    also (4, 5, 6, 7)               neighbors
     (0, 4) of 8 ranks          also (1, 5)  (2, 6)  (3, 7)     one rank per node
@@ -260,7 +260,7 @@ def groups_like(ranks: tuple[int, ...], size: int) -> tuple[tuple[int, ...], ...
 
 def as_seen_by(event: CommEvent, rank: int, size: int) -> CommEvent:
     """The event as a represented `rank` would record it: in the corresponding group, with the peer
-    at the same distance. Returned unchanged if `rank` is in no corresponding group."""
+    at the same distance. The event is unchanged if `rank` is in no corresponding group."""
     own = next((x for x in groups_like(event.ranks, size) if rank in x), None)
     if own is None:
         return event

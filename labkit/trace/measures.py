@@ -120,8 +120,8 @@ class Split:
     """The time of one step (mean over ranks), in three parts that add up to `step_s`.
 
     compute_s   the rank did not wait: it computed (or, on a real machine, did other work)
-    exposed_s   the rank waited while the awaited or an earlier queued transfer was in progress
-    bubble_s    the rank waited with no such transfer in progress, or was outside its own step
+    exposed_s   the rank waited while the awaited transfer or one queued earlier was in progress
+    bubble_s    the rank waited with neither in progress, or was outside its own step
     """
 
     step_s: float
@@ -133,7 +133,7 @@ class Split:
     def mfu(self, peak_flops: float) -> float:
         """Model FLOPs utilization: counted FLOPs / (step time x `peak_flops` in FLOP/s). Recomputed
         FLOPs (including those of flash attention's backward) count too, so with recomputation this
-        is hardware utilization; `predict.step_flops` returns the FLOPs of the model alone.
+        is hardware FLOPs utilization; `predict.step_flops` returns the FLOPs of the model alone.
         Source: PaLM, arXiv 2204.02311, appendix B. Raises ValueError if no FLOPs were counted."""
         if self.flops is None:
             raise ValueError("no FLOPs were counted in this step; use record(detail_step=...)")
@@ -179,7 +179,7 @@ def _split_of_rank(rank: RankTrace, whole_s: float) -> Split:
 
 
 def _exposing(rank: RankTrace) -> Intervals:
-    """Waits during the awaited transfer or, unless awaiting a receive, an earlier transfer."""
+    """Waiting during the awaited transfer or, unless this is a receive, an earlier transfer."""
     exposing, transfers = [], list[tuple[float, float]]()
     for event in sorted(rank.comms, key=lambda x: (x.issued_s, x.began_s)):
         own = [(event.began_s, event.ended_s)]

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Literal
 
 MAX_RANKS = 8  # 2 x 8 digits of 4 bits, each counting up to 15
-Key = tuple[int, int, int, int]  # of a message: source, target, tag, and index for these three
+Key = tuple[int, int, int, int]  # a message's source, target, tag and sequence number
 Sent = tuple[tuple[int | None, int], ...]  # (chunk, or None outside the buffer; value)
 Kind = Literal["send", "recv", "wait", "end"]
 
@@ -31,7 +31,7 @@ class Content:
         return bool(self.counts) and not any(self.counts)
 
     def is_right_in(self, place: int) -> bool:
-        """Whether this is valid in chunk `place`: empty, or distinct integers of that chunk."""
+        """Whether this is valid in chunk `place`: a sum of its integers, each at most once."""
         return self.is_empty or (self.chunk == place and max(self.counts) == 1)
 
 
@@ -81,7 +81,7 @@ class Movement:
         most = max(self.sent_chunks)
         return (
             f"{self.name} on {self.size} ranks: {len(self.frames)} steps; "
-            f"the busiest rank sends {most} chunk{'s' * (most != 1)} of {self.size}"
+            f"the busiest rank sends {most} chunk{'s' * (most != 1)}; a buffer has {self.size}"
         )
 
 
@@ -97,9 +97,9 @@ class Note:
 
 
 def number(rank: int, chunk: int, size: int) -> int:
-    """The int64 of `rank` in chunk `chunk`: D^rank + D^(n + chunk); n = `size`, D = 2^(64 // 2n).
+    """The int64 of `rank` in chunk `chunk`: D^rank + D^(n + chunk); n = `size`, D = 2^(64 // (2n)).
     In a sum, the lower n digits count integers per rank and the upper n digits count integers per
-    chunk, which reveals an element that was added twice or to the wrong chunk."""
+    chunk, which reveals an integer that was added twice or to the wrong chunk."""
     bits = 64 // (2 * size)
     value = (1 << rank * bits) | (1 << (size + chunk) * bits)
     return value - (1 << 64) if value >> 63 else value
@@ -137,9 +137,9 @@ def _row(cells: Sequence[int], size: int) -> tuple[Content, ...]:
 
 
 def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list[int]]]:
-    """The step of each message, from 1, and each rank's clock after each note: the last step it
-    awaited. A message is assigned to the first step after both ends' clocks at posting in which the
-    sender sends nothing else and the receiver receives nothing else."""
+    """The step of each message, from 1, and each rank's clock after each note: the last step that
+    the rank awaited. A message gets the first step, after both ends' clocks when they posted it, in
+    which the sender sends nothing else and the receiver receives nothing else."""
     step_of: dict[Key, int] = {}
     posted: dict[Key, list[int]] = {}
     sending, receiving = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -177,7 +177,7 @@ def _in_steps(logs: Sequence[Sequence[Note]]) -> tuple[dict[Key, int], list[list
 def _held(
     log: Sequence[Note], clock: Sequence[int], steps: int, size: int
 ) -> list[tuple[Content, ...]]:
-    """A rank's contents after each step: per chunk, the latest value buffered or sent."""
+    """A rank's contents after each step: per chunk, the latest value that was buffered or sent."""
     cells, before = list(log[0].buffer), log[0].buffer
     after: list[tuple[Content, ...]] = []
     for note, step in zip(log, clock):

@@ -3,12 +3,12 @@
     {"rank":0, "size":4, "device":"cpu", "host":"n1", "clock":{...}, "columns":{"step":[...], ...}}
     ["step",0, 0,81.25,0.0,false]       kind, record number, columns of this kind
     ["span",1, "forward","blocks.0",0,81.26,81.27,1,"Block",null,null]
-    ["step",0, 0,81.25,81.5,false]      record 0 has ended: overrides its earlier line
+    ["step",0, 0,81.25,81.5,false]      record 0 has ended: replaces the earlier line
     ["end",2]                           end mark: 2 records were written
 
 The file is ASCII and written in whole lines: a truncated file can be read up to the cut. The header
 names the columns; readers skip unknown columns. Times are seconds on the machine's monotonic clock;
-`clock` is one moment on that clock and in Unix time.
+`clock` gives one moment in both monotonic and Unix time.
 """
 
 import json
@@ -37,8 +37,8 @@ class RankFile:
     """Writes `rank<n>.jsonl` for `trace` in the run folder `path`. Not thread-safe.
 
     An open record (`ended_s` is 0.0) is written immediately, then rewritten by the first `append`
-    or `close` after its end: set `ended_s` last. `clock`: one moment as (monotonic, Unix) seconds;
-    None: now. Raises ValueError if the file exists.
+    or `close` after its end, so set `ended_s` after all other fields. `clock`: one moment as
+    (monotonic, Unix) seconds; None: now. Raises ValueError if the file exists.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RankFile:
         self._write([["end", self._count]])
 
     def close(self) -> None:
-        """Write ended records and close; without an end mark, the file is read as cut off."""
+        """Write ended records and close; a file without an end mark is read as cut off."""
         if not self._file.closed:
             self.append()
             self._file.close()
@@ -99,7 +99,7 @@ _UNREADABLE = (ValueError, TypeError, KeyError, IndexError, OverflowError, Recur
 
 
 def read_rank_file(path: Path) -> tuple[RankTrace, float, list[str]]:
-    """Returns (trace, offset_s, problems): the readable records with the file's times, Unix time
+    """Return (trace, offset_s, problems): the readable records with the file's times, Unix time
     minus the host's monotonic time, and one sentence per problem. Raises OSError, or ValueError for
     a header that is invalid or contradicts the file name."""
     lines = read_file(path).split(b"\n")
@@ -194,7 +194,7 @@ def _is_open(record: Record) -> bool:
 
 
 def _packed(value: Any) -> Any:
-    """Encode evenly spaced ranks as "first:stop:step", so 1024 ranks take 8 bytes."""
+    """Encode evenly spaced ranks as "first:stop:step": 1024 ranks take 8 bytes."""
     if isinstance(value, tuple) and len(value) > 3:
         step = value[1] - value[0]
         if step > 0 and value == tuple(range(value[0], value[-1] + 1, step)):

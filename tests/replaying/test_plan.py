@@ -226,7 +226,7 @@ def test_sliders_choose_a_layout_and_say_why_it_loses(planned: Plan) -> None:
     view.tp.value = 1
     assert view.report is None and "does not fit" in view.verdict.value
     view.tp.value, view.pp.value = 16, 8
-    assert view.report is None and "ranks or rows are not divisible" in view.verdict.value
+    assert view.report is None and "ranks or rows cannot be split evenly" in view.verdict.value
     assert "image/png" in view._repr_mimebundle_()
 
 

@@ -119,7 +119,7 @@ def test_a_tree_of_four_doubles_the_holders_each_step(world4: World) -> None:
     movement = watch_collective(world4, "broadcast", "tree")
     assert ends(movement) == [{(0, 1)}, {(0, 2), (1, 3)}]
     assert repr(movement) == (
-        "broadcast by tree on 4 ranks: 2 steps; the busiest rank sends 8 chunks of 4"
+        "broadcast by tree on 4 ranks: 2 steps; the busiest rank sends 8 chunks; a buffer has 4"
     )
 
 

@@ -59,7 +59,7 @@ def test_two_nodes_are_read_whole() -> None:
     assert kinds(group, inside=True).keys() == {"P2P"}
     assert kinds(group, inside=False).keys() == {"NET/IB"}
     assert remarks(log) == []
-    for words in ["2.21.5", "node1: 4, 5, 6, 7", "0 3 2 5 4 7 6 1  (channel 1, 3)", "NET/IB, "]:
+    for words in ["2.21.5", "node1: 4, 5, 6, 7", "0 3 2 5 4 7 6 1  (channels 1, 3)", "NET/IB, "]:
         assert words in shown(log), words
 
 
@@ -229,7 +229,7 @@ def test_nvlink_between_nodes_is_not_the_network_without_gpudirect() -> None:
 def test_different_versions_are_remarked() -> None:
     ranks, version = (init(0), init(1)), "NCCL version 2.21.5+cuda12.4"
     (remark,) = remarks(parsed(*ranks, version, line("NCCL version 2.19.3+cuda12.2", 1)))
-    assert "different versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in remark
+    assert "different NCCL versions (2.21.5+cuda12.4, 2.19.3+cuda12.2)" in remark
     assert remarks(parsed(*ranks, version, version, "NCCL version 2.21.5.")) == []
 
 
@@ -249,7 +249,7 @@ def arrows(axes: Axes) -> list[str]:
 
 def test_the_picture_has_each_different_ring_and_tree_once() -> None:
     figure = plot.nccl(read_nccl_log(EXAMPLES["two_nodes"]))
-    titles = [f"{what} of channel {of}" for what in ("ring", "tree") for of in ("0, 2", "1, 3")]
+    titles = [f"{what} of channels {of}" for what in ("ring", "tree") for of in ("0, 2", "1, 3")]
     assert [axes.get_title() for axes in figure.axes] == titles
     for axes, links in zip(figure.axes, (8, 8, 7, 7)):
         colours = arrows(axes)

@@ -232,7 +232,7 @@ def test_own_spans_and_metrics() -> None:
 
 
 def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raises("steps count from 0", record(detail_step=-1).__enter__)
+    raises("steps are counted from 0", record(detail_step=-1).__enter__)
     with record(), pytest.raises(RuntimeError, match="already"), record():
         pass
     (tmp_path / "notes.txt").write_text("notes")
@@ -452,7 +452,7 @@ def test_runs_of_one_block_follow_each_other(world: World, tmp_path: Path) -> No
     assert [len(trace.step(k).ranks[1].comms) for k in trace.steps()] == [0, 0, 1, 0]
     again = read_run(tmp_path / "run")
     assert again == trace and again.about["note"] == "twice"
-    raises("holds a run already", record(tmp_path / "run").__enter__)
+    raises("already contains a run", record(tmp_path / "run").__enter__)
     with record(tmp_path / "run", replace=True) as trace:
         world.run(train, None, 1)
     assert trace.steps() == [0]

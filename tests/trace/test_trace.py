@@ -310,7 +310,7 @@ def test_a_run_is_replaced_only_on_request_and_the_users_files_stay(tmp_path: Pa
     kept = {"notes.txt", "rank1.jsonl.bak", "rank01.jsonl", "rankings.jsonl"}
     for name in kept:
         (tmp_path / name).write_text("mine")
-    raises("holds a run already", write_run, sample_trace(1), tmp_path)
+    raises("already contains a run", write_run, sample_trace(1), tmp_path)
     assert len(read_run(tmp_path).ranks) == 3
     write_run(sample_trace(1), tmp_path, replace=True)
     assert list(read_run(tmp_path).ranks) == [0]

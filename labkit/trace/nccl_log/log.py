@@ -1,5 +1,5 @@
-"""The contents of an NCCL log. A *channel* is a ring and a tree that use some GPU threads and carry
-a share of the bytes: NCCL runs several channels concurrently to saturate all links."""
+"""The contents of an NCCL log. A *channel* is a ring and a tree that carry a share of the bytes:
+NCCL runs several channels concurrently, each on some GPU threads, to saturate all links."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ class NcclRank:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """`source` sends to `target`. `transport` is NCCL's text, as "NET/IB/0/GDRDMA". Both ends log a
-    network connection, so a connection may appear twice, as "send" and as "receive"."""
+    """`source` sends to `target`. `transport` is NCCL's text, such as "NET/IB/0/GDRDMA". Both ends
+    log a network connection, so it may appear twice, as "send" and as "receive"."""
 
     channel: int
     source: int
@@ -50,13 +50,13 @@ class TreeNode:
 
 @dataclass
 class Communicator:
-    """A group of ranks. `id` is NCCL's commId; for a split without a commId, the parent, split
+    """A group of ranks. `id` is NCCL's commId; for a split without a commId, the parent's id, split
     number and color; "" if the log shows neither."""
 
     id: str = ""
     size: int = 0
     ranks: dict[int, NcclRank] = field(default_factory=dict)
-    channels: int = 0  # the log may show fewer rings
+    channels: int = 0  # number of channels; the log may show fewer rings
     rings: dict[int, tuple[int, ...]] = field(default_factory=dict)
     trees: dict[int, dict[int, TreeNode]] = field(default_factory=dict)
     connections: list[Connection] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Communicator:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank logged "Init COMPLETE"; otherwise, a rank may hang."""
+        """Whether every rank logged "Init COMPLETE"; if not, a rank may hang."""
         return 0 < self.size == sum(rank.ready for rank in self.ranks.values())
 
     def hosts(self) -> dict[str, list[int]]:
@@ -80,7 +80,7 @@ class Communicator:
         return both and self.ranks[first].host == self.ranks[second].host
 
     def over(self, source: int, target: int, channel: int | None = None) -> Connection | None:
-        """The connection from `source` to `target` (on any `channel` if None), or None."""
+        """The connection from `source` to `target` on `channel` (None: any), or None if missing."""
         for link in self.connections:
             if (link.source, link.target) == (source, target) and channel in (None, link.channel):
                 return link

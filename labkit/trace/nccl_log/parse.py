@@ -1,4 +1,4 @@
-"""Parses an NCCL log. Most lines begin with their process; ranks' lines are interleaved:
+"""Parses an NCCL log. Most lines name their process; the lines of all ranks are interleaved:
 
     node0:4100:4131 [2] NCCL INFO Channel 00/0 : 2[2] -> 3[3] via P2P/CUMEM
     host  process thread  CUDA device
@@ -65,7 +65,7 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 
 def _read_process_line(log: NcclLog, line: Match) -> bool:
-    """Parse a line about an entire process; return whether the line matched."""
+    """Parse a line that concerns a whole process; return whether the line matched."""
     if match := CHOSEN.search(line["text"]):
         log.networks += [match[1]] if match[1] not in log.networks else []
     elif match := CARDS.search(line["text"]):
@@ -80,7 +80,7 @@ def _read_process_line(log: NcclLog, line: Match) -> bool:
 
 class _Communicators:
     """The communicators, and which communicator each thread is setting up. If the log names at most
-    one communicator, every line belongs to that communicator, even if its start-up is missing."""
+    one communicator, every line belongs to it, even if the start-up lines are missing."""
 
     def __init__(self, lines: list[Match]):
         self.by_name: dict[str, Communicator] = {}
@@ -91,7 +91,7 @@ class _Communicators:
         self._only = None if len(names - {""}) > 1 else "".join(names)
 
     def read(self, line: Match) -> bool:
-        """Parse a line about a communicator; return whether the line matched."""
+        """Parse a line that concerns a communicator; return whether the line matched."""
         text = line["text"]
         if match := INIT.search(text):
             name = self._name(line, match)
@@ -125,7 +125,7 @@ class _Communicators:
         return True
 
     def _group(self, line: Match) -> Communicator:
-        """The line's communicator: as named, else the latest of its thread, else of its process."""
+        """The communicator that the line names, or else the latest of its thread or process."""
         name = self._only
         if name is None:
             name = self._of_process.get(line.group("host", "pid", "device"), "")
@@ -140,7 +140,7 @@ class _Communicators:
         host, pid = line["host"], line["pid"]
         name = self._name_at.get((host, pid, init["comm"]), "")
         if name and init["state"] == "COMPLETE":
-            return name  # as in the START line, whatever this line adds
+            return name  # the name from the START line, whatever this line adds
         if init["id"]:
             name = init["id"]
         elif init["parent"]:

@@ -24,7 +24,8 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
     ]
     for channels in alike(group.rings)[:MAX_SHOWN]:
         ring = group.rings[channels[0]]
-        rows.append(("ring", f"{_some(ring, ' ')}  (channel {_some(channels)})"))
+        numbers = f"channel{'s' * (len(channels) > 1)} {_some(channels)}"
+        rows.append(("ring", f"{_some(ring, ' ')}  ({numbers})"))
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         for kind, count in kinds(group, inside).most_common():
             rows.append((title, f"{kind}, {count} connections"))
@@ -40,7 +41,7 @@ def table(log: NcclLog, name: str = "NCCL log") -> Table:
 
 
 def remarks(log: NcclLog) -> list[str]:
-    """One sentence per common cause of slow or failing NCCL that the log shows.
+    """One sentence per common cause of slow or failing communication that the log shows.
     Source: NCCL's documentation, "Troubleshooting" and "Environment Variables"."""
     group, more = log.main, len(log.warnings) - MAX_SHOWN
     inside, between = kinds(group, inside=True), kinds(group, inside=False)
@@ -52,19 +53,19 @@ def remarks(log: NcclLog) -> list[str]:
         (more > 0, f"{more} more warnings: search the log for NCCL WARN"),
         (
             len({version.split("+")[0] for version in log.versions}) > 1,
-            f"NCCL has different versions ({log.version}): all ranks of a job need the same; do "
-            "all nodes run the same container?",
+            f"ranks use different NCCL versions ({log.version}); all ranks need the same version: "
+            "do all nodes run the same container?",
         ),
         (late, f"no Init COMPLETE from ranks {_some(late)}: start-up failed or hangs there"),
         (
             unseen,
             f"no start-up line from ranks {_some(unseen)}: is this the output of all nodes, or did "
-            "they fail before that?",
+            "these ranks fail earlier?",
         ),
         (
             "SHM" in inside,
             "GPUs of one node communicate through host memory (SHM), not directly (P2P): is "
-            "NCCL_P2P_DISABLE set, or does the machine's PCIe not support it?",
+            "NCCL_P2P_DISABLE set, or does the machine not support P2P over PCIe?",
         ),
         (
             "NET/Socket" in between,
@@ -77,12 +78,12 @@ def remarks(log: NcclLog) -> list[str]:
             "memory; is the nvidia-peermem module loaded?",
         ),
     ]
-    warnings = [f"a warning of {warning}" for warning in log.warnings[:MAX_SHOWN]]
+    warnings = [f"a warning from {warning}" for warning in log.warnings[:MAX_SHOWN]]
     return warnings + [sentence for applies, sentence in sentences if applies]
 
 
 def kinds(group: Communicator, inside: bool) -> "Counter[str]":
-    """Connection counts per kind of transport. A connection that both ends log counts once."""
+    """Connection counts per kind of transport. A connection that both ends log is counted once."""
 
     def is_inside(link: Connection) -> bool:  # by transport if a host is unknown
         if {link.source, link.target} <= group.ranks.keys():

@@ -37,15 +37,15 @@ from labkit.trace.recording.spans import Spans
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS, OTHER = range(len(CATEGORIES))
 FREEING = ("backward", "optimizer")  # phases that create no activations
-QUERY_DEVICE = torch.ops.prim.device.default  # frequent query on fake tensors
+QUERY_DEVICE = torch.ops.prim.device.default  # called often on fake tensors
 
 
 class Ledger:
-    """Live storages by category. Every change calls `changed(bytes by category)`."""
+    """Live storages by category. Every change calls `changed` with the bytes of each category."""
 
     def __init__(self, changed: Callable[[tuple[int, ...]], object]):
         self._changed = changed
-        self._lock = threading.RLock()  # reentrant: entering one storage may free a different one
+        self._lock = threading.RLock()  # reentrant: entering a storage may free another
         self._held: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # id -> ref, category, bytes
         self._sums = [0] * len(CATEGORIES)
 
@@ -77,7 +77,7 @@ class Ledger:
                 self._changed(tuple(self._sums))
 
     def measure_again(self, only: Any = None) -> None:
-        """Update the size of storage `only`, or of every storage: strategies resize storages."""
+        """Update the size of storage `only`, or of all if None: strategies may resize storages."""
         with self._lock:
             for key in list(self._held) if only is None else [id(only)]:
                 ref, category, nbytes = self._held.get(key, (None, 0, 0))
@@ -107,7 +107,7 @@ class Detail:
             self.add_module(module)
         for optimizer in optimizers:
             self.enter_state(optimizer)
-        gc.collect()  # exclude cyclic garbage of earlier runs
+        gc.collect()  # excludes cyclic garbage from earlier runs
         for x in gc.get_objects():
             if type(x) not in (torch.Tensor, nn.Parameter, FakeTensor):
                 continue  # (isinstance would load lazy objects)

@@ -47,23 +47,23 @@ def watch_collective(
     """Run a collective once on the ranks of `world`, and return the movement of its data.
 
     Args:
-        world: 2 to 8 ranks, `World(n, backend="gloo")`.
+        world: a world of 2 to 8 ranks, such as `World(4, backend="gloo")`.
         collective: determines the initial contents. "all_reduce", "reduce_scatter", "reduce": each
             rank's integer in every chunk; "all_gather", "gather": in chunk `rank` only;
             "broadcast", "scatter": in every chunk, on `root` only.
         algorithm: a name such as "ring" or "tree", or a function of (comm, x) that updates x using
-            `comm.send`, `recv`, `isend` and `irecv`. `x` is int64, one element (a chunk) per rank.
+            `comm.send`, `recv`, `isend` and `irecv`. `x`: int64, one element (a chunk) per rank.
         ranks_per_node: node size for the hierarchical all-reduce.
 
     Raises ValueError for an unknown name, an invalid world size, or a function that sends nothing,
-    and RankError as in `World.run`.
+    and RankError as `World.run` does.
     """
     size = world.size
     if collective not in WATCHED:
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
     if not 2 <= size <= MAX_RANKS:
         raise ValueError(
-            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MAX_RANKS}"
+            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MAX_RANKS} ranks"
         )
     available = [
         name
@@ -73,14 +73,14 @@ def watch_collective(
     if not callable(algorithm) and algorithm not in available:
         raise ValueError(
             f"{collective} on {ranks_in_words(size)} has no algorithm {algorithm!r}; choose one of "
-            f"{', '.join(available)}, or give a function of (comm, x)"
+            f"{', '.join(available)}, or pass a function of (comm, x)"
         )
     logs = world.run(_on_rank, collective, algorithm, root, ranks_per_node or size)
     by = algorithm if isinstance(algorithm, str) else getattr(algorithm, "__name__", "function")
     movement = movement_of(f"{collective} by {by}", logs)
     if not movement.frames:
         raise ValueError(
-            f"{by} sent nothing through comm.send or comm.isend; build it from messages, as "
+            f"{by} sent nothing through comm.send or comm.isend; use messages, because "
             "ready-made collectives are not watched"
         )
     return movement
@@ -129,7 +129,7 @@ def _started(
 
 
 class WatchedComm:
-    """A `Comm` that notes every message and the contents of buffer `x`."""
+    """A `Comm` that logs every message and the contents of buffer `x` as notes."""
 
     def __init__(self, comm: Comm, x: torch.Tensor):
         self._comm, self._x = comm, x
@@ -139,7 +139,7 @@ class WatchedComm:
 
     def send(self, x: torch.Tensor, dst: int, tag: int = 0) -> None:
         key = self._post("send", self.rank, dst, tag, self._contents(x))
-        self._comm.send(x, dst, tag)  # blocks: no copy is needed
+        self._comm.send(x, dst, tag)  # blocking, so no copy is needed
         self.note("wait", key)
 
     def recv(self, x: torch.Tensor, src: int, tag: int = 0) -> None:
@@ -160,7 +160,7 @@ class WatchedComm:
         return self._handle(key, work, lambda: x.copy_(arrived))
 
     def _handle(self, key: Key, work: Work, finish: Callable[[], object] = lambda: None) -> Any:
-        """A handle for a pending message; its first `wait` is noted."""
+        """A handle for a pending message; the first call of `wait` becomes a note."""
 
         @cache
         def wait() -> None:

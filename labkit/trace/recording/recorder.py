@@ -61,7 +61,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type | None, *rest: Any) -> None:
-        """End the current step, or drop the step if empty; the next block begins a new step."""
+        """End the current step, or drop an empty step; the next block begins a new step."""
         try:
             self._end_detail()
             self.trace.complete = kind is None
@@ -81,7 +81,7 @@ class Recorder:
         if this process already has records."""
         if self.count():
             raise RuntimeError(
-                "record(): this block has already recorded this process's own computing; put "
+                "record(): this block has already recorded computing in this process; put "
                 "world.run in a separate block"
             )
         if self._writer:
@@ -103,7 +103,7 @@ class Recorder:
         if self._step.detail:
             self._detail = Detail(self.spans, self.trace)
             here.carrying = self._detail.inside_communicator
-            self._detail.begin(self._roots, self._optimizers)  # slow, so before the step begins
+            self._detail.begin(self._roots, self._optimizers)  # slow, so not part of the step
         self.spans.clock.mark(self._step, "began_s")
         self.trace.steps.append(self._step)
 
@@ -150,19 +150,19 @@ class Recorder:
 
 
 def metric(**values: float) -> None:
-    """Record metrics for the current step, as `metric(loss=2.1)`; no effect outside `record()`."""
+    """Record metrics of the current step: `metric(loss=2.1)`. No effect outside `record()`."""
     if (recorder := Recorder.now) is None:
         return
     step = recorder.spans.step
     if recorder.count() == recorder.count_at_begin and step > 0:
-        step -= 1  # the optimizer has just ended that step
+        step -= 1  # the optimizer has just ended the step that the metrics describe
     metrics = {name: x if name == "step" else float(x) for name, x in values.items()}
     recorder.metrics.append({"step": step, "rank": recorder.trace.rank, **metrics})
 
 
 @contextmanager
 def span(name: str) -> Iterator[None]:
-    """Record the enclosed computing as a user span, as `with span("sampling"):`."""
+    """Record the enclosed code as a user span: `with span("sampling"):`."""
     if (recorder := Recorder.now) is None:
         yield
         return
@@ -178,7 +178,7 @@ def _device() -> str:
 
 
 class _Writer:
-    """A thread that appends new records to the rank's file; stops with a warning on an OSError."""
+    """A thread that appends new records to the rank's file; on an OSError, it warns and stops."""
 
     def __init__(self, folder: Path, recorder: Recorder):
         self._folder, self._recorder = folder, recorder
@@ -212,7 +212,7 @@ class _Writer:
             long_open = open_now
 
     def _write(self, long_open: Sequence[Span] = ()) -> None:
-        """Write new records, and the spans open since the previous write."""
+        """Write new records, and the spans that were already open at the previous write."""
         if self.off:
             return
         self._recorder.clock.settle()

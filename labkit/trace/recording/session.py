@@ -38,8 +38,8 @@ class Recording:
     number: int = field(default_factory=count(1).__next__)
 
     def spec_for(self, world: object, about: dict[str, Any]) -> Spec | None:
-        """The spec for a run of `world` with entries `about`; None if recording has failed.
-        Raises RuntimeError for a second world: a run folder holds one world."""
+        """The spec for a run of `world` with the entries `about`; None if recording has failed.
+        Raises RuntimeError for a second world: a run folder is for one world."""
         if self.failed:  # step and sequence numbers are lost with the ranks
             warnings.warn(
                 "the ranks of this record() were stopped, so it records no more; begin a new block",
@@ -76,18 +76,18 @@ def record(
         detail_step: record this step (0 is the first) in detail: memory by category, operations,
             and FLOPs and bytes per span. The step takes several times as long; ignore its times.
         replace: overwrite a run at `path`.
-        about: additional entries for `run.json`, as `seed=3`.
+        about: additional entries for `run.json`, such as `seed=3`.
 
-    Raises ValueError as `begin_run` or for `detail_step` < 0, RuntimeError if already recording.
+    Raises ValueError as `begin_run`, or if `detail_step` < 0; RuntimeError if already recording.
 
     >>> with record() as trace:
     ...     world.run(train)
     >>> plot.timeline(trace)
     """
     if Recorder.now is not None:
-        raise RuntimeError("record(): this process is being recorded already; end that block first")
+        raise RuntimeError("record(): this process is already being recorded; end that block first")
     if detail_step is not None and detail_step < 0:
-        raise ValueError(f"detail_step={detail_step}: steps count from 0")
+        raise ValueError(f"detail_step={detail_step}: steps are counted from 0")
     rank, comm = 0, None
     try:
         comm = Comm()

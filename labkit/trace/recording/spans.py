@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 from labkit.runtime.clock import Clock
 from labkit.trace import Span
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # sequence number
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # next sequence number
 _LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
 FREE = {  # nodes that only pass on the gradient
     f"{name}Backward0"
@@ -80,7 +80,7 @@ class Spans:
         self._on, self._thread = False, 0
         self._marked_until = -1  # next sequence number at the last mark
         # (module, first node, count): nodes that a parent created before this module, none of which
-        # could be marked; not searched again.
+        # could be marked; these nodes are skipped.
         self._nothing_before: set[tuple[_NamedModule, int, int]] = set()
         self._first_node = 0  # first autograd node of the outermost forward
         self._in_place = ExitStack()
@@ -199,8 +199,8 @@ class Spans:
     # --- backward ---
 
     def _mark(self, output: Any, hooks: _Hooks, by_parent: bool = False) -> bool:
-        """Call `hooks` when backward reaches the nodes that created these tensors; return whether
-        any node was marked. Nodes before the last mark are skipped: most are marked already."""
+        """Make backward call `hooks` at nodes that created these tensors; return whether any node
+        was marked. Nodes before the last mark are skipped: most are already marked."""
         since, self._marked_until = self._marked_until, _next_node()
         marked: list[int] = []
         for value in (output,) if type(output) is torch.Tensor else _tensors((output,)):
@@ -219,7 +219,7 @@ class Spans:
         return bool(marked)
 
     def _mark_input(self, args: tuple[Any, ...]) -> bool:
-        """Mark nodes that a parent created since its last child module as the parent's."""
+        """Mark the nodes that a parent created after its last child module as the parent's."""
         parent = self._open[-1]
         return self._mark(args, self._hooks_of(parent.module, parent.kind), by_parent=True)
 

@@ -132,9 +132,9 @@ BEST = step_of(Layout(tp=8, pp=2, dp=4), **AS_BEST, sent=SENT)
     (Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
      "messages between 32 model chunks on 16 stages are exposed for 11% of the step"),
     (Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
-     "computes every block's forward twice: 10.60 s of computing instead of 8.00"),
+     "computes every block's forward twice: 10.60 s of compute instead of 8.00"),
     (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
-     "the optimizer takes 400 ms, the best's 0"),
+     "the optimizer takes 400 ms with zero 0 over dp 4 (best: 0 ms with zero 1 over dp 4)"),
 )  # fmt: skip
 def test_largest_difference_decides(layout: Layout, seconds: dict, part: str, words: str) -> None:
     best = replace(BEST, layout=replace(BEST.layout, zero=1))
@@ -149,8 +149,8 @@ def test_smaller_matmuls_are_reported_with_the_share_of_peak_they_reach() -> Non
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
     assert why(best, other, SELENE) == (
-        "smaller matmuls: with tp 8 and b 1 they reach 40% of the peak, the best's with tp 4 and "
-        "b 4 60%"
+        "smaller matmuls: they reach 40% of the peak with tp 8 and b 1 (best: 60% with tp 4 and "
+        "b 4)"
     )
 
 
@@ -166,7 +166,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
 
 def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() -> None:
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
-    assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
+    assert why(BEST, twin, SELENE) == "as fast; each device uses 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
     near = step_of(Layout(tp=8, pp=1, dp=8), **AS_BEST | {"data": 0.28})
     assert why(BEST, near, SELENE).startswith("almost as fast: gradients of dp 8")

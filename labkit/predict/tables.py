@@ -60,7 +60,7 @@ def table(**sources: Mapping[str, Number]) -> Table:
 
 
 def label(name: str) -> str:
-    """A readable name: "sent by all (bytes)" for sent_by_all_bytes."""
+    """A readable name, such as "sent by all (bytes)" for sent_by_all_bytes."""
     words, _, unit = name.rpartition("_")
     shown = unit.replace("gb", "GB")
     label = f"{words} ({shown})" if words and unit in UNITS else name
@@ -68,7 +68,7 @@ def label(name: str) -> str:
 
 
 def in_full(number: Number) -> str:
-    """Format with commas and all digits; a whole float without ".0"."""
+    """Format with commas and all digits, and a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 

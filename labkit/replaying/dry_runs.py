@@ -95,7 +95,7 @@ def dry_run(
 
 
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """The ranks that each run rank represents. Raises ValueError unless every rank occurs once."""
+    """The ranks that each recorded rank represents. Raises ValueError unless each occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; pass at least 1")
     groups = {0: range(ranks)} if alike is None else alike
@@ -183,7 +183,7 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category on the rank with the highest peak. Raises ValueError if there is none."""
+    """Bytes by category at the peak of the fullest rank. Raises ValueError if none are recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")

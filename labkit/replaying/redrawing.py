@@ -61,7 +61,7 @@ def changed(
 
 
 class Redrawing:
-    """Draws up to `most_ranks` ranks; keeps the time axis while a step fills 25 to 100 % of it."""
+    """Draws up to `most_ranks` ranks; keeps the axis while steps fill 25 to 100 % of its length."""
 
     def __init__(self, most_ranks: int = 8):
         self.most_ranks = most_ranks
@@ -90,7 +90,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """For example "NVLink 3 300 GB/s, 3.4 µs", to show that a slider moved if step time did not."""
+    """For example "NVLink 3 300 GB/s, 3.4 µs": shows a moved slider even if step time is equal."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels

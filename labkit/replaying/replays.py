@@ -92,7 +92,7 @@ def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A rank's program. `moments`: (record, time field, instruction index, seconds from begin)."""
+    """A program. `moments`: (record, time field, instruction index, seconds after it starts)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)

@@ -276,7 +276,7 @@ def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: P
     assert "on 8 × NVIDIA A100" in command(f"{asked} --top 1")
     text = path.read_text()
     for line, words in (
-        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; give more than 0"),
+        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; it must be greater than 0"),
         ("", "memory_bytes = None; give a number and its source"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))

@@ -100,8 +100,8 @@ def largest_that_fits(
     **constraints: Any,
 ) -> Fit:
     """The deepest model of this width that fits, found by bisection in each layout; the depth of
-    `sizes` is ignored. Arguments as for `plan`, but the defaults are one row per micro-batch and one
-    chunk per stage (least memory). Raises ValueError if one block per stage does not fit."""
+    `sizes` is ignored. Arguments as for `plan`, but by default one row per micro-batch and one
+    chunk per stage, for the least memory. Raises ValueError if one block per stage does not fit."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}

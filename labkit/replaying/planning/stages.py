@@ -183,7 +183,7 @@ def _pass_seconds(
 
 
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
-    """Seconds of the optimizer step on 1/`shards` of a stage; AdamW, being elementwise, shards."""
+    """Seconds of an optimizer step (AdamW) in which the rank updates 1/`shards` of its elements."""
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():

@@ -108,8 +108,8 @@ def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
     """ZB-H1: weight gradients fill 1F1B's idle time without more memory. Source: Qi et al., arXiv
-    2401.10241, section 2.3 (where T_B is the input gradient alone). Raises ValueError if microbatches
-    < stages."""
+    2401.10241, section 2.3 (where T_B is the input gradient alone). Raises ValueError if
+    `microbatches` < `stages`."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, stages, **parts_s)

@@ -34,7 +34,7 @@ def begin(folder: Path, step: int) -> Path:
             shutil.rmtree(left)
     plain = f"step_{step:08d}"
     names = chain([plain], (f"{plain}.{again}" for again in count(2)))
-    # an earlier save of this step stays until the new one is finished
+    # An earlier save of this step is kept until the new one is finished.
     name = next(name for name in names if not (folder / name).exists())
     unfinished = folder / (name + UNFINISHED)
     unfinished.mkdir()

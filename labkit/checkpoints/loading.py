@@ -132,7 +132,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
 
 
 def check_format(stored: Stored) -> dict[str, Any]:
-    """The saved step and `extra`, or None from torch's `save`. ValueError for a newer format."""
+    """The step and `extra`, None in torch's checkpoints. Raises ValueError for a newer format."""
     if ("labkit",) not in stored.entries:
         return {"step": None, "extra": None}
     record: dict[str, Any] = stored.value(("labkit",))

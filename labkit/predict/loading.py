@@ -4,8 +4,8 @@
     pipelined         L + (n - 1) max(L, C) + C          for n equal blocks, and ahead >= 1
     in place          sum of max(r L, C)                 weights read r times while a block computes
 
-L is a block's time on the bus, C its compute time. If pipelined, block k + ahead is loaded into
-the buffer of block k - 1 as soon as block k - 1 has computed:
+L is a block's time on the bus, and C is its compute time. If pipelined, block k + ahead is loaded
+into the buffer of block k - 1 as soon as block k - 1 has computed:
 
     load k begins     when load k-1 is done, and block k-ahead-1 has computed
     block k begins    when load k is done, and block k-1 has computed

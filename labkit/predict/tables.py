@@ -44,8 +44,8 @@ class Table:
 def table(**sources: Mapping[str, Number]) -> Table:
     """Compare the same quantities from several sources, such as formula, replay and measurement: a
     column per source, a row per quantity, and the ratio to the first source. Names end in the unit
-    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts match
-    if equal, floats if equal up to rounding. Raises ValueError without numbers."""
+    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts match if
+    they are equal, floats if they are equal up to rounding. Raises ValueError without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(

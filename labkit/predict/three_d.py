@@ -54,7 +54,7 @@ def bytes_by_axis(
 
     Args:
         rows, sequence: one replica's batch over all micro-batches, the global batch / dp.
-        chunks: per stage; blocks are split into pp * chunks, the remainder over the first chunks.
+        chunks: model chunks per stage; the blocks are split into pp * chunks, larger chunks first.
         zero: 0 for DDP, or the ZeRO stage over dp.
         recompute: rerun each block up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.

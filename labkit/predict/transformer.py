@@ -6,7 +6,7 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. For each matmul, backward runs two, for the gradients of both factors.
+and, once, 2 b s w V for the head. For each matmul, backward runs two, one per factor's gradient.
 Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full,
 as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """

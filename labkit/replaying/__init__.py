@@ -1,4 +1,4 @@
-"""A recorded run replayed on a different machine: one program per rank under a virtual clock.
+"""Replays a recorded run on a different machine, with one program per rank and a virtual clock.
 
 dry_runs            record selected ranks without data; check whether a run fits in memory
 replays, summary    replay a recorded run on one cluster; compare several clusters in a table

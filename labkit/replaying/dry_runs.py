@@ -54,7 +54,7 @@ def dry_run(
         fn: builds a model and trains it without reading tensor values (no `loss.item()`). A model
             built outside `fn` would have values and take memory.
         alike: each rank to run, mapped to the ranks with the same behavior that it represents:
-            {0: range(512), 512: range(512, 1024)}. By default rank 0 represents every rank.
+            {0: range(512), 512: range(512, 1024)}. By default, rank 0 represents all ranks.
         step: the training step to keep; by default the second, the first with optimizer state.
         as_on: the device type for which torch's optimizers choose their implementation.
 
@@ -183,7 +183,8 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category at the peak of the fullest rank. Raises ValueError if none are recorded."""
+    """Bytes by category at the peak, on the rank with the highest peak. Raises ValueError if no
+    memory is recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")

@@ -90,7 +90,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """For example "NVLink 3 300 GB/s, 3.4 µs": shows a moved slider even if step time is equal."""
+    """The links, such as "NVLink 3 300 GB/s, 3.4 µs": the text changes with every slider."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -98,7 +98,7 @@ def links_in_words(cluster: Cluster) -> str:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """For example "12.30 ms: ...; MFU 20.1% of ...", for the peak of the dtype with most FLOPs."""
+    """The split and MFU, e.g. "12.30 ms: ...; MFU 20.1% of ...", for the dtype with most FLOPs."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

@@ -177,7 +177,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """One Issue per communication operation, with the time of its slowest rank."""
+        """One Issue per communication operation, with the time of the slowest rank."""
         issues: dict[Hashable, Issue] = {}
         for rank_trace in self.recorded.ranks.values():
             for event in rank_trace.comms:
@@ -204,7 +204,7 @@ class _Replay:
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _placements(self, rank_trace: RankTrace, event: CommEvent) -> list[int]:
-        """One rank for each way the group, or both ends of a message, can be spread over nodes."""
+        """One represented rank per distinct placement of the group, or of a message's two ends."""
         key = rank_trace.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_placements:
             kinds: dict[Any, int] = {}
@@ -284,7 +284,7 @@ def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> l
         raise ValueError(
             "no step of this trace was timed; pass computing='counted'"
             if computing == "measured"
-            else "no step of this trace has counted operations (a replay has none, either); record "
+            else "no step of this trace has counted operations (replayed traces have none); record "
             "it with dry_run or record(detail_step=1), or replay it with computing='measured'"
         )
     return wanted

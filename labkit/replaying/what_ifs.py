@@ -81,7 +81,7 @@ def _check_counted(trace: Any, what: str) -> None:
         )
     if not any(rank.operations for rank in trace.ranks.values()):
         raise ValueError(
-            f"{what} has no counted operations (a replay has none, either), so it cannot be "
+            f"{what} has no counted operations (replayed traces have none), so it cannot be "
             "replayed; record it with dry_run or record(detail_step=1)"
         )
 

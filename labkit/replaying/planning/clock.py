@@ -3,9 +3,9 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after warm-up, each round is
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                one forward and one backward
 
-Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they do so
-until cool-down. The simulation runs only some micro-batches and inserts this period for the rest.
-The times equal those of `labkit.replaying.engine`, but are computed a hundred times faster.
+Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they keep
+repeating until cool-down. The simulation runs some micro-batches and inserts the period for all
+others. The times equal those of `labkit.replaying.engine`, but are computed a hundred times faster.
 
     waits       ├─ bubble: neighbor has not sent yet ─┼─ pipeline: message in flight ─┤
 """
@@ -29,7 +29,7 @@ class Timing:
     ended_s: Array  # [p] end of the last backward
     bubble_s: Array  # [p] total wait until ended_s for messages not yet sent
     pipeline_s: Array  # [p] total wait until ended_s for messages in flight
-    last_s: Array  # [p, v] begin of each chunk's last backward
+    last_s: Array  # [p, v] start of each chunk's last backward
 
 
 class _Compiled(NamedTuple):

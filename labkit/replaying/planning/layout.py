@@ -143,9 +143,8 @@ def layouts(
     for stage in wanted["zero"]:
         if stage not in ZERO_STAGES:
             raise ValueError(
-                f"zero={stage}: choose {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
-                "gradients and parameters, which a pipeline needs unsharded in every "
-                "micro-batch"
+                f"zero={stage}: choose {_either(ZERO_STAGES)}. Stages 2 and 3 shard gradients and "
+                "parameters, which a pipeline needs unsharded in every micro-batch"
             )
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:

@@ -53,7 +53,7 @@ class Fit:
             f"{sizes.width}) on {layout.ranks} device{'s' * (layout.ranks > 1)}"
         )
         if self.fits:
-            return f"{model}: fits, as {described(layout)}, with {held:.1f} GB of {budget:.1f} GB"
+            return f"{model}: fits with {described(layout)}: {held:.1f} GB of {budget:.1f} GB"
         return (
             f"{model}: does not fit; the lowest peak is {held:.1f} GB with {described(layout)}, "
             f"but the limit is {budget:.1f} GB: {held - budget:.1f} GB too much"

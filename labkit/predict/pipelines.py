@@ -81,8 +81,8 @@ def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
     """1F1B with `chunks` model chunks per stage: a bubble 1/v as long, v times the messages, and
-    more memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv 2205.05198, section 4.2. Raises
-    ValueError if `microbatches` is not divisible by `stages`."""
+    more memory. Sources: arXiv 2104.04473, section 2.2.2; arXiv 2205.05198, section 4.2 (memory).
+    Raises ValueError if `microbatches` is not divisible by `stages`."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:

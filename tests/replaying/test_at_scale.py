@@ -234,7 +234,7 @@ test_an_impossible_layout_is_reported = refusals(
     (Layout(pp=8), 16, "choose at most 4"),
     (Layout(dp=4096), 4096, "nodes="),
     (Layout(tp=3), 16, "divide"),
-    (Layout(pp=2, chunks=2), 5, "whole"),
+    (Layout(pp=2, chunks=2), 5, "divisible by pp"),
     (Layout(chunks=2), 4, "several stages"),
     (Layout(zero=2, dp=2), 4, "zero=2: choose 0 .DDP. or 1"),
     (Layout(zero=3), 4, "zero=3"),

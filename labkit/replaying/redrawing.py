@@ -90,7 +90,7 @@ def next_axis_s(axis_s: float, step_s: float) -> float:
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """The links, such as "NVLink 3 300 GB/s, 3.4 µs": the text changes with every slider."""
+    """The links as text, e.g. "NVLink 3 300 GB/s, 3.4 µs", which changes with every slider."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels

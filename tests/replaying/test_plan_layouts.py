@@ -182,6 +182,6 @@ def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -
 def test_a_model_that_does_not_fit_is_reported_with_the_excess_and_the_largest_holder() -> None:
     assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
-    assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"
+    assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0 GB"
     barely = why_not(held, sum(held.values()) - 2e7)
-    assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0"
+    assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0 GB"

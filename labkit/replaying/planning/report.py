@@ -83,7 +83,7 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
     return (
         f"does not fit: {'at least ' * at_least}{peak:.{digits}f} GB of {budget:.{digits}f} GB, "
-        f"{largest} {memory_bytes[largest] / GB:.1f}"
+        f"{largest} {memory_bytes[largest] / GB:.1f} GB"
     )
 
 

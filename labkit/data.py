@@ -23,7 +23,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pydoc_data.topics import topics  # texts of `help("for")`, part of every Python
+from pydoc_data.topics import topics  # the texts of `help("for")`, in every Python installation
 from typing import Any, Literal
 
 import numpy as np
@@ -78,7 +78,7 @@ class Batch:
 def loss(logits: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of this slice, in nats per token of the global batch, times `batch.ranks`.
 
-    logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are even;
+    logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are even, or
     zero, with zero gradients, if there are no rows. Raises ValueError if shapes do not match.
     """
     if logits.shape[:-1] != batch.y.shape:
@@ -153,7 +153,7 @@ class Text:
         return Batch(x, y, total_tokens=rows * length)
 
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
-        """Split off the last `fraction` of tokens: (training, validation), with one vocabulary."""
+        """Split off the last `fraction` of tokens; return (training, validation) with one vocab."""
         if not 0 < fraction < 1:
             raise ValueError(f"fraction={fraction}: choose one between 0 and 1")
         cut = len(self) - round(len(self) * fraction)
@@ -208,7 +208,7 @@ def _learn_bpe(content: str, vocab: int) -> _Subwords:
             model_type="bpe",
             vocab_size=vocab,
             hard_vocab_limit=False,  # a short text yields fewer subwords, not an error
-            byte_fallback=True,  # with the next three options: exact decoding
+            byte_fallback=True,  # together with the next three options, makes decoding exact
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -220,7 +220,7 @@ def _learn_bpe(content: str, vocab: int) -> _Subwords:
         )
     except RuntimeError as error:
         raise ValueError(
-            f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's characters; "
+            f"a BPE vocab of {vocab} is too small for 256 bytes and this text's characters; "
             f"choose a larger one, or byte tokens ({error})"
         ) from error
     return _Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))

@@ -1,11 +1,11 @@
-"""Converts flat ranges to boxes: ZeRO owns flat ranges, but the checkpoint format stores boxes.
+"""Converts flat ranges to boxes: ZeRO's slices are flat ranges, but the format stores boxes.
 
     elements 2-13 of a [4, 4] tensor  . . a a     a   the rest of the first row
                                       b b b b     b   the full rows, one box
                                       b b b b
                                       c c . .     c   the start of the last row
 
-With d dimensions, partial rows are split in the same way: at most 2d - 1 boxes in total, in order.
+With d dimensions, partial rows are split in the same way, into at most 2d - 1 boxes in total.
 
 A tensor-parallel rank holds rows or columns of the whole parameter, possibly padded. A box is
 shifted to its position in the whole parameter and loses the padding:
@@ -58,7 +58,7 @@ def boxes_of(shape: Sequence[int], start: int, numel: int) -> Iterator[Box]:
 
 
 def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iterator[Box]:
-    """Like `boxes_of`, but at most `most` elements or one row per box; one empty box if empty."""
+    """Like `boxes_of`, but at most `most` elements or one row per box; an empty tensor has one."""
     if prod(shape) == 0:
         yield Box((0,) * len(shape), tuple(shape))
         return
@@ -70,7 +70,7 @@ def small_boxes(shape: Sequence[int], start: int, numel: int, most: int) -> Iter
 
 
 def in_whole(box: Box, shard: Shard | None) -> Box | None:
-    """The box in the whole parameter, without padding (the end of the cut dim); None if empty."""
+    """The box in the whole parameter, without padding at the end of the sharded dim, or None."""
     if shard is None:
         return box
     offsets, sizes, dim = list(box.offsets), list(box.sizes), shard.dim
@@ -80,7 +80,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """The view of `box` in `tensor`, which has `shape`, or is flat from element `start` on."""
+    """The view of `box` in `tensor`, which has `shape`, or is flat and begins at `start`."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
         return tensor[tuple(slices)]
@@ -92,8 +92,8 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 def placed_boxes(
     piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield each box of a piece in the whole parameter, without padding, and its view of `tensor`,
-    which has one element per element of the piece. `most`: as in `small_boxes`."""
+    """Yield each box of a slice in the whole parameter, without padding, and its view of `tensor`,
+    which has one element per element of the slice. `most`: as in `small_boxes`."""
     for local in small_boxes(piece.shape, piece.start, tensor.numel(), most):
         if (box := in_whole(local, piece.shard)) is not None:
             view = view_of(tensor, piece.shape, piece.start, local)

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, under names that no strategy changes.
+"""The contents of a checkpoint, under the same names for every strategy.
 
     model.NAME                              a parameter or buffer, named as in the plain module
     optimizer.state.NAME.KEY                that parameter's optimizer state, such as `exp_avg`
@@ -6,16 +6,16 @@
     labkit                                  {"format": 1, "step": ..., "extra": ...}
 
 These are the names of `torch.distributed.checkpoint.state_dict.get_state_dict`. A tensor-parallel
-parameter is saved under its plain name, with its whole shape. The pieces that a rank owns:
+parameter is saved under its plain name, with its whole shape. A rank owns these slices:
 
-    DDP, no strategy     every parameter, whole
+    DDP, no strategy     all parameters, each as one slice
     ZeroOptimizer        `optimizer.owned(module)`
     ZeRO3                `model.owned(optimizer)`
-    Pipeline             the optimizer's pieces for this rank's stages, or each stage's own pieces
-                         (whole or by ZeRO3), named as in the whole model
+    Pipeline             the optimizer's slices for this rank's stages, or each stage's own slices
+                         (whole parameters or ZeRO3's), named as in the whole model
 
-If several ranks own a piece, one rank writes it. A parameter tied across stages is saved under its
-first name: the first rank that holds the parameter writes it, and every holder reads it.
+If several ranks own a slice, one of them writes it. A parameter tied across stages is saved under
+its first name. The first rank with the parameter writes it; all ranks with the parameter read it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ FORMAT = 1
 
 
 def comm_of(model: nn.Module, optimizer: Any) -> Comm:
-    """The strategy's ranks; all ranks if there is tensor parallelism, a pipeline or no strategy."""
+    """The strategy's ranks, or all if there is tensor parallelism, a pipeline or no strategy."""
     if not (any(map(shard_of, plain_module(model).parameters())) or isinstance(model, InStages)):
         for owner in (optimizer, model):
             if isinstance(comm := getattr(owner, "comm", None), Comm):
@@ -47,22 +47,22 @@ def comm_of(model: nn.Module, optimizer: Any) -> Comm:
 
 
 class Contents:
-    """This rank's part of a model and its optimizer, and the names and shapes of all ranks.
+    """This rank's part of a model and its optimizer, and the names and shapes on all ranks.
 
     module         this rank's part of the model, under the names of the whole model
     pipeline       the model if it is a pipeline, else None
-    strategies     strategies that define a rank's pieces; [] if each rank has the whole model
-    named          this rank's parameters, under first names
-    pieces         this rank's pieces of parameters
-    shapes         name -> whole shape of every parameter of all ranks
+    strategies     strategies that define a rank's slices; [] if each rank has the whole model
+    named          this rank's parameters, under their first names
+    pieces         this rank's slices of parameters (`OwnedPiece`)
+    shapes         name -> whole shape, for the parameters of all ranks
     buffers        name -> persistent buffer on this rank
-    buffer_shapes  name -> shape of all ranks' buffers; buffer_rank: first rank with the buffer
-    aliases        further name of a tied parameter or buffer -> its first name
+    buffer_shapes  name -> shape, for the buffers of all ranks; buffer_rank: first rank with each
+    aliases        additional name of a tied parameter or buffer -> its first name
     groups         parameter names per group, over all ranks
-    stateful       names of the parameters that the optimizer steps on; trained: only if unfrozen
+    stateful       names of parameters with an optimizer; trained: those that are not frozen
 
     Raises ValueError if the ranks' models or optimizers differ, if `comm` lacks a rank of the
-    pipeline, or if model and optimizer both define a rank's pieces."""
+    pipeline, or if model and optimizer both define a rank's slices."""
 
     def __init__(self, model: nn.Module, optimizer: Any, comm: Comm):
         self.module, self.optimizer = plain_module(model), optimizer
@@ -76,7 +76,7 @@ class Contents:
         if self._by_optimizer and sharders:
             first, second = (type(x).__name__ for x in self.strategies[:2])
             raise ValueError(
-                f"{first} and {second} both shard the optimizer; under {second} use a plain torch "
+                f"{first} and {second} both shard the optimizer; with {second}, use a plain torch "
                 "optimizer, which then steps on shards"
             )
         if pipeline is not None and not {*pipeline.comm.ranks} <= {*comm.ranks}:
@@ -121,7 +121,7 @@ class Contents:
         return self.pipeline.aliases.get(name, name) if self.pipeline else name
 
     def owned(self) -> list[OwnedPiece]:
-        """The pieces that this rank owns according to the strategies, under first names."""
+        """The slices that this rank owns according to the strategies, under first names."""
         if self._by_optimizer:
             pieces = list(self.optimizer.owned(self.module))
         else:
@@ -135,7 +135,7 @@ class Contents:
         return [replace(piece, name=self.first_name(piece.name)) for piece in pieces]
 
     def _find_buffers(self) -> dict[str, torch.Tensor]:
-        """The persistent buffers; adds further names of shared buffers to `aliases`."""
+        """The persistent buffers; adds other names of shared buffers to `aliases`."""
         buffers: dict[str, torch.Tensor] = {}
         first_of: dict[int, str] = {}
         for prefix, part in self.module.named_modules(remove_duplicate=False):
@@ -178,47 +178,47 @@ class Contents:
         }
 
     def to_write(self) -> Iterator[OwnedPiece]:
-        """The pieces this rank writes. Only the first tensor-parallel rank writes replicated pieces
-        (data-parallel splits may differ elsewhere); only the first stage writes shared pieces."""
+        """The slices this rank writes. Only the first tensor-parallel rank writes replicated slices
+        (other ranks may slice them differently); only the first stage writes shared slices."""
         shards = (shard_of(p) for _, p in self.named)
         first = all(shard.comm.rank == 0 for shard in shards if shard is not None)
         here = self.written_here()
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
 
     def written_here(self) -> set[str]:
-        """First names of the parameters here that no earlier rank holds for its stages."""
+        """First names of this rank's parameters that no earlier rank of the pipeline has."""
         counts_here = self.pipeline.counts_here if self.pipeline else lambda p: True
         others = {name for name, p in self.named if not counts_here(p)}
         return {name for name, _ in self.named} - others
 
     def hyperparameters(self) -> Iterator[tuple[Key, Any]]:
-        """Path and value of each group's hyperparameters and of `params`, its parameter names."""
+        """Path and value of each group's hyperparameters and of `params`, the parameter names."""
         for k, (group, names) in enumerate(zip(self._groups, self.groups, strict=True)):
             for key, value in {**group, "params": names}.items():
                 if key != "param_names":  # `params` has these names
                     yield ("optimizer", "param_groups", k, key), value
 
     def after_load(self) -> None:
-        """Let the strategies update the tensors that they derive from the loaded pieces."""
+        """Let the strategies update the tensors that they derive from the loaded slices."""
         for strategy in self.strategies:
             strategy.after_load()
 
 
 def whole(name: str, tensor: torch.Tensor, optimizer: Any = None) -> OwnedPiece:
-    """The whole tensor as one piece, with `optimizer` if it steps on the tensor."""
+    """The whole tensor as one slice, with `optimizer` if it steps on the tensor."""
     groups = [] if optimizer is None else optimizer.param_groups
     steps = any(tensor is p for group in groups for p in group["params"])
     return OwnedPiece(name, tensor.shape, 0, tensor, optimizer if steps else None)
 
 
 def is_per_element(key: str, shape: torch.Size, parameter: torch.Size) -> bool:
-    """Whether a state, like `exp_avg` but not `step`, has one element per parameter element."""
+    """Whether a state has one element per parameter element, like `exp_avg` but not `step`."""
     return key != "step" and shape == parameter
 
 
 def check_single_value(piece: OwnedPiece, key: str, shape: torch.Size) -> None:
     """Raises ValueError if a sharded parameter's state has several values, but not one per element,
-    like Adafactor's row statistics: such state cannot be joined or split."""
+    like Adafactor's row statistics, because this state cannot be joined or split."""
     if piece.shard is not None and shape.numel() > 1:
         raise ValueError(
             f"the optimizer's {key} of {piece.name} has shape {list(shape)}, and the parameter, of "

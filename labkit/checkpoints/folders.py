@@ -2,13 +2,13 @@
 
     FOLDER/step_00000100          a checkpoint: one file per rank, and `.metadata`
     FOLDER/latest                 the name of the checkpoint to load
-    FOLDER/step_00000300.tmp      a save in progress or killed; never read
+    FOLDER/step_00000300.tmp      a save that is in progress or was killed; never read
 
 A save writes into the `.tmp` folder, flushes every byte to disk, renames the folder, replaces
 `latest`, and only then removes old checkpoints. A rename is atomic, so whenever a save is killed,
-`latest` names a complete checkpoint. `.metadata` and `latest` end in their own CRC-32, and
-`.metadata` holds a CRC-32 per item of the other files. A CRC detects any flipped bit and is several
-times as fast as a cryptographic hash; an attacker could recompute either.
+`latest` names a complete checkpoint. `.metadata` and `latest` each end in a CRC-32, and `.metadata`
+contains a CRC-32 per item of the other files. A CRC detects any flipped bit and is several times as
+fast as a cryptographic hash; an attacker could recompute either.
 """
 
 import os
@@ -34,7 +34,7 @@ def begin(folder: Path, step: int) -> Path:
             shutil.rmtree(left)
     plain = f"step_{step:08d}"
     names = chain([plain], (f"{plain}.{again}" for again in count(2)))
-    # an earlier save of this step stays until the new one is finished
+    # An earlier save of this step is kept until the new one is finished.
     name = next(name for name in names if not (folder / name).exists())
     unfinished = folder / (name + UNFINISHED)
     unfinished.mkdir()
@@ -49,7 +49,7 @@ def publish(unfinished: Path) -> Path:
     try:
         flush_folder(final.parent)
         point_at(final)
-    except OSError:  # the checkpoint filled the disk: it must not keep its final name
+    except OSError:  # such as a full disk: the checkpoint must not keep its final name
         final.rename(unfinished)
         raise
     return final
@@ -81,7 +81,7 @@ def sealed(data: bytes) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError raised in this block: errors of `write` lack the name."""
+    """Add the file name to an OSError raised in this block, because `write` does not add it."""
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def finished(path: Path) -> bool:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` in a folder. Raises ValueError if it is outside, even through a link."""
+    """The file `name` in a folder. Raises ValueError if it is outside, even if through a link."""
     way, file = PurePath(name), folder / name
     outside = way.is_absolute() or ".." in way.parts
     if outside or not file.resolve().is_relative_to(folder.resolve()):

@@ -1,10 +1,10 @@
-"""Load a checkpoint: every rank reads the pieces it owns now, whichever rank wrote them.
+"""Load a checkpoint: every rank reads the slices it owns now, whichever rank wrote them.
 
     written by 2 ranks      | a a a a a a a a | a a a a b b b b |
     read by 3               | a a a a a a | a a a a a a | b b b b |
 
-each rank holds   its model, and one box of the file
-ranks exchange    names and shapes; each rank reads its tensors from the files
+memory per rank   the model, and one box of the file
+communication     names and shapes; each rank reads its tensors from the files
 """
 
 import os
@@ -32,8 +32,8 @@ from labkit.checkpoints.together import on_every_rank, on_rank_0, together
 from labkit.comm import Comm
 from labkit.holdings import OwnedPiece
 
-SHOWN = 3  # names in an error
-State = tuple[dict[str, Any], list[Fill]]  # a piece's new state, and its tensors still to be read
+SHOWN = 3  # names in an error message
+State = tuple[dict[str, Any], list[Fill]]  # a slice's new state, and its tensors still to be read
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def load_checkpoint(
 
     Raises ValueError on every rank, before the model changes, if there is no finished checkpoint,
     or if it is damaged, could run code, has files outside its folder, has a newer format, or is of
-    a different model or optimizer (naming the first differences). Read errors may follow later."""
+    a different model or optimizer (naming the first differences). A read error may still occur."""
     comm = comm_of(model, optimizer) if comm is None else Comm.of(comm)
     folder = pathlib.Path(folder).absolute()
     failed = "nothing was loaded"
@@ -132,7 +132,7 @@ def _new_state(stored: Stored, piece: OwnedPiece) -> State:
 
 
 def check_format(stored: Stored) -> dict[str, Any]:
-    """The saved step and `extra`; None for torch's own `save`. ValueError for a newer format."""
+    """The step and `extra`, None in torch's checkpoints. Raises ValueError for a newer format."""
     if ("labkit",) not in stored.entries:
         return {"step": None, "extra": None}
     record: dict[str, Any] = stored.value(("labkit",))
@@ -152,7 +152,7 @@ def check_model(stored: Stored, contents: Contents) -> None:
     if not saved:
         raise ValueError(
             f"{stored.folder} has no `model`; it was saved under other names. Save "
-            '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict gives them'
+            '{"model": ..., "optimizer": ...}, as torch\'s get_state_dict returns them'
         )
     here = contents.shapes | contents.buffer_shapes
     known = here.keys() | contents.aliases.keys()
@@ -185,7 +185,7 @@ def check_optimizer(stored: Stored, contents: Contents) -> None:
 
 def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, Any]]:
     """The stored hyperparameters of each group. Raises ValueError if a group's parameters were
-    saved in no group, in several, or with a different kind of optimizer."""
+    saved in no group, in several groups, or with a different kind of optimizer."""
     groups: dict[Any, dict[Any, Any]] = {}
     for path in stored.entries:
         if path[:2] == ("optimizer", "param_groups"):
@@ -202,7 +202,7 @@ def new_hyperparameters(stored: Stored, contents: Contents) -> list[dict[str, An
         if len(first) > 1:
             raise ValueError(
                 f"{stored.folder}: {_few(first.values())} are in one parameter group here but were "
-                "in several; build the optimizer with the groups that were saved"
+                "saved in several; build the optimizer with the saved groups"
             )
         before = groups[next(iter(first))] if first else {}
         before = {key: x for key, x in before.items() if key not in ("params", "param_names")}

@@ -1,10 +1,10 @@
-"""Save a checkpoint: every piece is written by one rank, one box at a time.
+"""Save a checkpoint: every slice is written by one rank, one box at a time.
 
-    rank 0     | plan | write pieces   | wait | .metadata, rename, `latest` |
-    rank 1     | plan | write pieces        | wait                          |
+    rank 0     | plan | write slices   | wait | .metadata, rename, `latest` |
+    rank 1     | plan | write slices        | wait                          |
 
-each rank holds   its model, and one box (at most 64 MiB, or one row)
-ranks exchange    plans and positions of boxes, a few hundred bytes per box; no tensors
+memory per rank   the model, and one box (at most 64 MiB, or one row)
+communication     plans and positions of boxes, a few hundred bytes per box; no tensors
 
 The format is torch.distributed.checkpoint's, written with its plans and metadata, so torch's
 `load` reads these checkpoints. labkit's communicator replaces the communication in torch's `save`.
@@ -61,9 +61,9 @@ def save_checkpoint(
         model: a module, the strategy around it, or a Pipeline, saved as one model.
         optimizer: the model's optimizer, or the strategy around it; None saves the weights alone.
         step, extra: returned by `load_checkpoint`; rank 0's `extra` is saved.
-        keep: how many checkpoints to keep, this one included.
-        comm: the ranks that hold the model together, such as `mesh.comm`; None: the strategy's; all
-            ranks if there is tensor parallelism, a Pipeline or no strategy.
+        keep: how many checkpoints to keep, including this one.
+        comm: the ranks that together hold the model, such as `mesh.comm`; if None, the strategy's
+            ranks, or all ranks if there is tensor parallelism, a Pipeline or no strategy.
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
             refuse, such as an object of your own class. If False, load with False, too.
 
@@ -106,8 +106,8 @@ def save_checkpoint(
 
 
 class PiecePlanner(DefaultSavePlanner):
-    """Plans this rank's writes. Torch's global plan picks one owner per piece, balancing bytes.
-    Rank 0 writes hyperparameters and the record; a buffer's first rank writes that buffer."""
+    """Plans this rank's writes. Torch's global plan picks one rank to write each slice, balancing
+    bytes. Rank 0 writes hyperparameters and the record; a buffer's first rank writes the buffer."""
 
     def __init__(self, contents: Contents, record: dict[str, Any], rank: int, weights_only: bool):
         super().__init__()
@@ -143,7 +143,7 @@ class PiecePlanner(DefaultSavePlanner):
     def create_global_plan(
         self, all_plans: list[SavePlan]
     ) -> tuple[list[SavePlan], metadata.Metadata]:
-        """Torch's global plan. Raises ValueError if the ranks' pieces do not make up the model."""
+        """Torch's global plan. Raises ValueError if the ranks' slices do not make up the model."""
         try:
             plans, described = super().create_global_plan(all_plans)
         except ValueError as error:
@@ -172,7 +172,7 @@ class PiecePlanner(DefaultSavePlanner):
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
-        """Plan to write `tensor`, which has one element per element of `piece`, to `path`."""
+        """Plan to write `tensor`, which has one element per element of the slice, to `path`."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()
@@ -189,7 +189,7 @@ class PiecePlanner(DefaultSavePlanner):
 
 
 class StreamingWriter(FileSystemWriter):
-    """Writes item by item; torch's own writer keeps a copy of each item until the last."""
+    """Writes item by item; torch's own writer keeps copies of all items until the last one."""
 
     def write_items(self, plan: SavePlan, planner: PiecePlanner) -> list[WriteResult]:
         """Write this rank's file and flush it to disk. An OSError names the file."""
@@ -205,7 +205,7 @@ class StreamingWriter(FileSystemWriter):
                 nbytes = file.write(data)
                 where = _StorageInfo(name, begin_bytes, nbytes)
                 vars(where)["crc32"] = zlib.crc32(data)  # torch's own `load` ignores it
-                del data  # before the next item is serialized
+                del data  # free it before the next item is serialized
                 results.append(WriteResult(item.index, nbytes, where))
             file.flush()
             os.fsync(file.fileno())

@@ -32,13 +32,13 @@ ALLOWED = {
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
     "torch.distributed.checkpoint.metadata": "Metadata MetadataIndex StorageMeta TensorProperties "
     "TensorStorageMetadata ChunkStorageMetadata BytesStorageMetadata _MEM_FORMAT_ENCODING",
-    # before torch 2.3
+    # used before torch 2.3
     "torch.distributed._shard.sharded_tensor.metadata": "TensorProperties MEM_FORMAT_ENCODING",
 }
 
 
 Fill = tuple[Key, OwnedPiece]
-"""A path in the checkpoint, and the piece whose tensor is to be filled from it."""
+"""A path in the checkpoint, and the slice whose tensor is to be filled from this path."""
 
 
 class Stored:
@@ -87,7 +87,7 @@ class Stored:
             if not good:
                 raise ValueError(
                     f"{file} is damaged: bytes {offset} to {end} are missing or not those that "
-                    "were saved; load another checkpoint of its folder"
+                    "were saved; load another checkpoint from the same folder"
                 )
 
     def rename(self, aliases: Mapping[str, str]) -> None:
@@ -157,7 +157,7 @@ class Stored:
 
 
 class BoxPlanner(DefaultLoadPlanner):
-    """Gives torch's reader the destination of each box."""
+    """Provides torch's reader with the destination of each box."""
 
     def __init__(self, views: dict[MetadataIndex, torch.Tensor], weights_only: bool):
         super().__init__()
@@ -187,7 +187,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if module in ("pathlib", "pathlib._local"):  # the folder it was saved to; unused
+        if module in ("pathlib", "pathlib._local"):  # the folder of the save; unused
             return lambda *parts: parts
         if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles an enum member
             return lambda enum, member: enum.__members__[member]

@@ -30,13 +30,13 @@ def together(comm: Comm, action: Callable[[], T], failed: str) -> list[T]:
 
 
 def on_rank_0(comm: Comm, action: Callable[[], T], failed: str) -> T:
-    """Run `action` on rank 0; every rank gets its result or its error."""
+    """Run `action` on rank 0; every rank returns the result or raises the error."""
     result = together(comm, lambda: action() if comm.rank == 0 else None, failed)[0]
     return cast("T", result)
 
 
 def on_every_rank(comm: Comm, action: Callable[[], T], failed: str) -> T:
-    """Run `action` on every rank, and return this rank's own result, which is not sent."""
+    """Run `action` on every rank, and return this rank's result, which is not sent."""
     results: list[T] = []
     together(comm, lambda: results.append(action()), failed)
     return results[0]

@@ -1,5 +1,5 @@
 """Cluster rates and sizes. Ranks are numbered node by node: with 8 devices per node, ranks 0 to 7
-are on node 0. `reached` and `..._reached`: fraction of the hardware rate that programs reach.
+are on node 0. `reached` and `..._reached`: the fraction of the hardware rate that programs reach.
 For what-if analysis, replace fields: `dataclasses.replace(cluster, nodes=4)`."""
 
 from collections.abc import Iterable, Mapping
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Device:
-    """A device. Matmuls run in tiles: each side d multiplies the rate by d / (d + tile)."""
+    """A device. Matmuls run in tiles, so each side d multiplies the rate by d / (d + tile)."""
 
     name: str
-    peak_flops: Mapping[str, float]  # matmul peak by dtype ("bfloat16"); a multiply-add counts as 2
+    peak_flops: Mapping[str, float]  # matmul peak by dtype ("bfloat16"); a multiply-add is 2 FLOPs
     memory_bytes: float
     memory_bytes_per_s: float
     launch_s: float  # the minimum time of an operation
     matmul_reached: float = 1.0  # for very large matmuls
     memory_reached: float = 1.0
     tile: float = 0.0
-    host_s: float = 0.0  # for planning: per launch; matters if the host is slower than the device
+    host_s: float = 0.0  # host time per launch (planning); matters if slower than the device
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)  # by field name
 
     def peak_flops_of(self, dtype: str) -> float:
@@ -69,7 +69,7 @@ class Cluster:
         if self.nodes > 1 and self.between is None:
             raise ValueError(
                 f"{self.name} has {self.nodes} nodes, but no level between nodes; add a level "
-                "(in a file: a second table of levels), or set nodes=1"
+                "(in a file, a second `levels` table), or set nodes=1"
             )
 
     @property

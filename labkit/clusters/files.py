@@ -17,7 +17,7 @@ from typing import Any
 from labkit.clusters.cluster import Cluster, Device, Level
 from labkit.foreign import read_file
 
-# Plausible ranges (lowest, highest, unit), which reject 300 for 300 GB/s, or 5 for 5 us.
+# Plausible ranges (lowest, highest, unit), to reject 300 for 300 GB/s, or 5 for 5 µs.
 PLAUSIBLE = {
     "memory_bytes": (1e8, 1e14, "bytes, not GB"),
     "memory_bytes_per_s": (1e8, 1e15, "bytes per second, not GB/s"),
@@ -27,7 +27,7 @@ PLAUSIBLE = {
     "host_s": (0.0, 1e-2, "seconds, not microseconds"),
     "start_s": (0.0, 10.0, "seconds, not microseconds"),
     "latency_s": (0.0, 2.0, "seconds, not microseconds"),
-    "tile": (0.0, 4096.0, "a side of a matrix"),
+    "tile": (0.0, 4096.0, "elements along one dimension"),
 }
 DEFAULTS: dict[type, dict[str, Any]] = {  # per class and numeric field; MISSING if required
     kind: {f.name: f.default for f in fields(kind) if f.type is float} for kind in (Device, Level)
@@ -36,7 +36,7 @@ DEFAULTS: dict[type, dict[str, Any]] = {  # per class and numeric field; MISSING
 
 def cluster(name: str, path: str | Path | None = None) -> Cluster:
     """A known cluster, or a cluster from the file `path`. Raises ValueError (listing the names) if
-    none matches, or as `read_clusters` does.
+    none matches, and the errors of `read_clusters`.
 
     >>> cluster("dgx-h100").size
     1024
@@ -60,7 +60,7 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
-    nothing, if the file could not be read back, as when a number is implausible or lacks a source.
+    nothing, if the file would not read back equal, e.g. if a number lacks a source.
 
     >>> write_clusters("clusters.toml", {"selene": cluster("selene")})
     """
@@ -74,7 +74,7 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     if _parse(data, path) != dict(clusters):
         raise ValueError(
             f"{path}: these clusters would not read back equal; give each number a source, and "
-            "no other sources"
+            "remove other sources"
         )
     Path(path).write_bytes(data)
 
@@ -114,7 +114,7 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     if not isinstance(device, str) or device not in devices:
         raise ValueError(f"{where}: no device {device!r}; choose from {', '.join(devices)}")
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
-        raise ValueError(f"{where}: give a level inside nodes and, if several, one between")
+        raise ValueError(f"{where}: expected one or two levels: inside nodes, and between nodes")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
     return Cluster(
         name,
@@ -133,7 +133,7 @@ def _device(table: Any, where: str) -> Device:
     rates = _table(table.get("peak_flops"), f"{where}: peak_flops")
     if not rates:
         raise ValueError(
-            f'{where}: no peak rate; give one, as peak_flops.bfloat16 = [312e12, "source"]'
+            f'{where}: no peak rate; add one, such as peak_flops.bfloat16 = [312e12, "source"]'
         )
     peak_flops, place = {}, f"{where}: peak_flops"
     for dtype, given in rates.items():
@@ -164,17 +164,17 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
     numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN fails this test
     if not (numeric and isinstance(source, str) and source):
         raise ValueError(
-            f"{where}: {name} = {given!r}; give a number and its source, as "
+            f"{where}: {name} = {given!r}; give a number and its source, such as "
             f'{name} = [1e9, "source"]'
         )
     lowest, highest, unit = PLAUSIBLE.get(quantity, (math.ulp(0.0), math.inf, ""))
     if number < 0 or number == 0 < lowest:
-        raise ValueError(f"{where}: {name} = {number}; give more than 0")
+        raise ValueError(f"{where}: {name} = {number}; it must be greater than 0")
     if name.endswith("reached") and number > 1:
-        raise ValueError(f"{where}: {name} = {number}; give a fraction, 1 at most")
+        raise ValueError(f"{where}: {name} = {number}; it must be a fraction, at most 1")
     if not lowest <= number <= highest:
         raise ValueError(
-            f"{where}: {name} = {number:g} is not plausible; give {lowest:g} to {highest:g} "
+            f"{where}: {name} = {number:g} is not plausible; expected {lowest:g} to {highest:g} "
             f"({unit})"
         )
     return float(number), source
@@ -183,7 +183,7 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
 def _count(table: Mapping[str, Any], name: str, where: str) -> int:
     number = table.get(name)
     if type(number) is not int or number < 1:
-        raise ValueError(f"{where}: {name} = {number!r}; give a whole number of 1 or more")
+        raise ValueError(f"{where}: {name} = {number!r}; it must be a whole number, 1 or more")
     return number
 
 
@@ -248,7 +248,7 @@ def _number_lines(described: Device | Level, what: str) -> Iterator[str]:
 def _source(sources: Mapping[str, str], name: str, what: str) -> str:
     if name not in sources:
         raise ValueError(
-            f'{what}: {name} has no source; give one, as sources={{{name!r}: "measured"}}'
+            f'{what}: {name} has no source; add one, such as sources={{{name!r}: "measured"}}'
         )
     return _quoted(sources[name])
 

@@ -3,7 +3,7 @@
     CausalAttention   one tiled kernel that stores no scores (FlashAttention, arXiv
                       2205.14135): keeps q, k, v, the result, and 4 bytes per row of scores
     PlainAttention    written out, as in arXiv 2205.05198, section 4.1: keeps the weights, their
-                      dropout mask and the result, 5 bytes per score in 2-byte types
+                      dropout mask and the result, 5 bytes per score in 2-byte dtypes
 
 GPT uses CausalAttention. To replace it:
 
@@ -22,16 +22,16 @@ from torch import Tensor, nn
 
 class Dropout(nn.Dropout):
     """nn.Dropout with a mask of one byte per element, as torch uses on a GPU. On a CPU, torch
-    keeps the mask in the input's dtype: about 10 % more bytes per recorded 2-byte layer."""
+    keeps the mask in the input's dtype: about 10 % more bytes per layer in a 2-byte dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        return torch.native_dropout(x, self.p, True)[0]  # [1] is the mask, which backward keeps
+        return torch.native_dropout(x, self.p, True)[0]  # [1] is the mask, kept for backward
 
 
 class CausalAttention(nn.Module):
-    """One fused kernel; with dropout on a CPU, unfused ops, in float32 for 2-byte types."""
+    """One fused kernel; with dropout on a CPU, unfused ops, in float32 for 2-byte dtypes."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ Legend: b rows, s positions, w width, h heads, e = w/h head width, g key-value h
 
 Strategies edit modules by name: tensor parallelism replaces `attn.q, k, v, out` and `mlp.up, down`,
 context parallelism `attn.core`, and a pipeline splits `blocks`.
-Papers: GPT-2 (Radford et al. 2019); g < h, grouped queries (Ainslie et al. 2023).
+Papers: GPT-2 (Radford et al. 2019); grouped queries, with g < h (Ainslie et al. 2023).
 """
 
 import math

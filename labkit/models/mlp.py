@@ -18,7 +18,7 @@ class MLP(nn.Module):
         sizes       the widths from input to output, at least two, each at least 1
         activation  a tensor function (or a module), applied between layers, not after the last
 
-    `MLP([3, 17, 5])(x)` maps x [..., 3] to [..., 5]. Raises ValueError for a bad size."""
+    `MLP([3, 17, 5])(x)` maps x [..., 3] to [..., 5]. Raises ValueError for invalid sizes."""
 
     def __init__(
         self, sizes: Sequence[int], activation: Callable[[Tensor], Tensor] = F.gelu

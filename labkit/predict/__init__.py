@@ -4,7 +4,7 @@
     predict.table(formula={...}, replayed={...}, measured={...})      # side by side
 
 Formulas are plain arithmetic; docstrings name what they omit. Sizes are named as in labkit.GPT;
-`rows` counts the sequences that one rank computes at once, `sequence` is their length.
+`rows` is the number of sequences that one rank computes at once, and `sequence` is their length.
 """
 
 from labkit.predict.activations import (

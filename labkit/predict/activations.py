@@ -14,9 +14,9 @@ element, in the paper and in labkit.GPT's block:
 
 For labkit.GPT in bfloat16, with dropout and `labkit.models.PlainAttention`, this is exact to the
 byte (`labkit.memory.saved.saved_by`) except for the statistics of the two norms: 8·s·b (on a GPU
-16·s·b), below 0.1 % from width 256 on. Dropout masks are assumed to take 1 byte per element
-(torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20), scores 2 (torch's plain
-attention: 4). Masked scores are stored; the causal mask is not.
+16·s·b), below 0.1 % for widths of 256 or more. It assumes 1 byte per element of a dropout mask
+(torch's nn.Dropout on a CPU keeps 2 in bfloat16: 11 % more at 5as/w = 20) and 2 per score (4 in
+torch's plain attention). It counts the scores of masked positions, but not the causal mask.
 
 With t tensor-parallel ranks, activations between the sharded matrices are sharded as well, by heads
 and features; the other 10 of the 34 are replicated, unless sharded along the sequence:
@@ -45,7 +45,7 @@ OTHERS = "other"
 
 @dataclass(frozen=True)
 class Term:
-    """One summand, and the module of labkit.GPT's block that keeps these bytes."""
+    """One term of the formula, and the module of labkit.GPT's block that keeps these bytes."""
 
     name: str
     module: str
@@ -55,7 +55,7 @@ class Term:
 
     @property
     def per_sbw(self) -> str:
-        """In the paper's notation: "2", "4as/w"."""
+        """The term in the paper's notation, such as "2" or "4as/w"."""
         if not self.of_scores:
             return str(self.of_sbw)
         return f"{self.of_scores if self.of_scores > 1 else ''}as/w"
@@ -136,10 +136,10 @@ def first_stage_activation_bytes(
     layer_bytes: float, depth: int, stages: int = 1, chunks: int = 1
 ) -> float:
     """Peak activation bytes of a pipeline's first stage, for p or more micro-batches, excluding
-    embedding and head. `layer_bytes`: of one layer and micro-batch; `depth`: the model's layers.
-    1F1B keeps p micro-batches in flight on depth/p layers: as much as `depth` layers keep.
-    Interleaving with v > 1 chunks per stage keeps (1 + (p-1)/(pv)) times as much; the factor does
-    not hold for v = 1. Source: arXiv 2205.05198, section 4.2.3."""
+    embedding and head. `layer_bytes`: per layer and micro-batch; `depth`: the model's layers.
+    1F1B keeps p micro-batches in flight on depth/p layers, as many bytes as `depth` layers keep.
+    Interleaving with v > 1 chunks per stage keeps (1 + (p-1)/(pv)) times as many; the factor does
+    not apply to v = 1. Source: arXiv 2205.05198, section 4.2.3."""
     check_not_negative(layer_bytes=layer_bytes)
     check_counts(depth=depth, stages=stages, chunks=chunks)
     check_divides("depth", depth, "stages x chunks", stages * chunks)
@@ -202,14 +202,14 @@ def activation_bill(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> Bill:
-    """The bytes that a labkit.GPT block kept, next to the formula's terms; then lines for norm
-    statistics and "other".
+    """The bytes that a labkit.GPT block kept, next to the formula's terms, and two more lines, for
+    norm statistics and "other".
 
-    `kept`: from `labkit.memory.saved.saved_by(block, x)`; x [rows, sequence, width] in a 2-byte
-    dtype, `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this rank's
-    shard of the positions, and `sequence` counts all positions. Scores are recognized by their
-    shape, [..., s, s]: the head width must differ from the sequence length. Other arguments: as in
-    `activation_bytes`."""
+    `kept`: from `labkit.memory.saved.saved_by(block, x)`, x [rows, sequence, width] in a 2-byte
+    dtype, with `labkit.models.PlainAttention` as the core. With `sequence_parallel`, x is this
+    rank's shard of the positions, and `sequence` counts all positions. Scores are recognized by
+    their shape, [..., s, s], so the head width must differ from the sequence length. Other
+    arguments: as in `activation_bytes`."""
     formula = activation_terms(
         sequence, rows, width, heads, tensor_parallel, sequence_parallel, recompute
     )

@@ -22,8 +22,8 @@ BUS_FACTORS = {
 
 def bus_factor(collective: str, ranks: int) -> float:
     """Bus bandwidth divided by algorithm bandwidth: the bytes that each rank must send (broadcast:
-    the root; reduce: the root receives), divided by S; in "all_reduce_in_network", ranks send S
-    (SHARP). Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
+    the root; reduce: the root receives), divided by S. With "all_reduce_in_network" (SHARP), ranks
+    send S. Source: nccl-tests, doc/PERFORMANCE.md. Raises ValueError for an unknown collective."""
     check_counts(ranks=ranks)
     if collective not in BUS_FACTORS:
         raise ValueError(
@@ -33,8 +33,8 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def least_s(collective: str, ranks: int, nbytes: float, bytes_per_s: float) -> float:
-    """The fewest seconds that `collective` can take with `bytes_per_s` out of each rank: S / B x
-    bus factor, with S as above. Source: nccl-tests, doc/PERFORMANCE.md."""
+    """The fewest seconds that `collective` can take if each rank sends at `bytes_per_s`: S / B x
+    bus factor, with S = `nbytes`. Source: nccl-tests, doc/PERFORMANCE.md."""
     check_not_negative(nbytes=nbytes)
     check_positive(bytes_per_s=bytes_per_s)
     return nbytes / bytes_per_s * bus_factor(collective, ranks)
@@ -50,8 +50,8 @@ def algorithm_s(
     reduced_bytes_per_s: float = float("inf"),
 ) -> float:
     """Seconds that a labkit algorithm takes, as in algorithm_s("all_reduce", "ring", 8, ...).
-    `alpha_s`: latency per message; `reduced_bytes_per_s`: a rank's rate of adding, infinite by
-    default. Source: Hockney's alpha-beta model; algorithms: their files, labkit/comm/collectives/.
+    `alpha_s`: latency per message; `reduced_bytes_per_s`: a rank's reduction rate, infinite by
+    default. Source: Hockney's alpha-beta model; for the algorithms, labkit/comm/collectives/.
     Raises ValueError for an unknown collective or algorithm."""
     from labkit.comm.collectives.costs import COSTS, cost  # here: labkit.comm imports torch
 

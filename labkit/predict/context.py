@@ -1,6 +1,6 @@
 """Context parallelism: the bytes that attention sends, and when compute hides the ring's messages.
 
-              forward                          backward: the same again, and
+              forward                          backward: as in forward, plus
     ring      (n-1) blocks of k and v          (n-1) blocks of their gradients, in fp32
     Ulysses   4 all-to-alls: q, k, v, out      nothing
 
@@ -11,8 +11,8 @@ in backward (five matmuls); a block has 2 b g L e elements:
     computing   2 b h e L² / F        sending   α + 2 b g L e · g₁ / B
 
 so without latency the forward hides the messages if L is at least g₁ F g / (B h), for any head
-width and number of rows: twice the L of Liu et al., who use no causal mask. In backward the last
-block's gradients, returning to their rank, are always exposed.
+width and number of rows: twice the L of Liu et al., who use no causal mask. In backward, the last
+block's gradients, which return to the block's rank, are always exposed.
 
 Legend: b rows, h heads, g key-value heads, s positions, e head width, n ranks; g₁ bytes per
 element, F FLOPs and B bytes per second, α latency per message.
@@ -35,9 +35,9 @@ def ring_attention_bytes(
     element_bytes: int = 2,
     backward: bool = False,
 ) -> int:
-    """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`:
-    these blocks again and n-1 blocks of gradients, in fp32, or k's dtype if wider. Source: Liu
-    et al., arXiv 2310.01889, section 3; in labkit, a rank does not send its own keys' gradients."""
+    """Bytes that one rank sends in one layer's forward, n-1 blocks of k and v; or in `backward`,
+    these blocks again and n-1 blocks of gradients, in fp32, or k's dtype if wider. Source: Liu et
+    al., arXiv 2310.01889, section 3; in labkit, a rank keeps the gradients of its own k and v."""
     check_counts(sequence=sequence, rows=rows, kv_heads=kv_heads, head_width=head_width)
     check_counts(ranks=ranks, element_bytes=element_bytes)
     check_divides("sequence", sequence, "ranks", ranks)
@@ -86,9 +86,9 @@ def ring_exposed_s(
     backward: bool = False,
 ) -> float:
     """Seconds that a rank waits for the ring in one layer's forward or `backward`. Each of the n-1
-    blocks hides behind a step; in backward, from the third step on, so do the gradients of the
-    previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of the link. Source:
-    arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked against a replay."""
+    blocks is sent while a step computes; in backward, from the third step on, so are the gradients
+    of the previous block. `block`: tokens per rank, s/n; `bytes_per_s`, `alpha_s`: of the link.
+    Source: arXiv 2310.01889, section 3; the sum over the steps is labkit's, checked by a replay."""
     check_counts(kv_heads=kv_heads, head_width=head_width, ranks=ranks, element_bytes=element_bytes)
     check_positive(flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
     check_not_negative(alpha_s=alpha_s)
@@ -102,7 +102,7 @@ def ring_exposed_s(
     if not backward:
         return exposed_s + (ranks - 2) * max(0.0, block_s - other_s)
     gradient_s = alpha_s + elements * max(4, element_bytes) / bytes_per_s
-    if ranks > 2:  # step 1 hides a block; the last, gradients; the others, both
+    if ranks > 2:  # step 1 hides a block, the last step gradients, and all other steps both
         exposed_s += max(0.0, block_s - other_s) + max(0.0, gradient_s - other_s)
         exposed_s += (ranks - 3) * max(0.0, block_s + gradient_s - other_s)
     return exposed_s + gradient_s  # gradients returning to their rank
@@ -119,7 +119,7 @@ def ring_hides_from(
     element_bytes: int = 2,
 ) -> float:
     """The fewest tokens per block (s/n) for which the forward's `ring_exposed_s` is 0. (Two ranks
-    need fewer: their one block hides behind the diagonal, too.) Source: Liu et al., arXiv
+    need fewer: only the longer diagonal step must hide a block.) Source: Liu et al., arXiv
     2310.01889, section 3 (L = F / B for 2-byte dtypes), extended to latency and a causal mask."""
     check_counts(heads=heads, kv_heads=kv_heads, head_width=head_width, rows=rows)
     check_counts(element_bytes=element_bytes)

@@ -2,10 +2,10 @@
 
     load, then run    sum of L + sum of C
     pipelined         L + (n - 1) max(L, C) + C          for n equal blocks, and ahead >= 1
-    in place          sum of max(r L, C)                 weights read r times as a block computes
+    in place          sum of max(r L, C)                 weights read r times while a block computes
 
-L is a block's time on the bus, C its compute time. If pipelined, block k + ahead is loaded into
-the buffer of block k - 1 as soon as block k - 1 has computed:
+L is a block's time on the bus, and C is its compute time. If pipelined, block k + ahead is loaded
+into the buffer of block k - 1 as soon as block k - 1 has computed:
 
     load k begins     when load k-1 is done, and block k-ahead-1 has computed
     block k begins    when load k is done, and block k-1 has computed
@@ -49,7 +49,7 @@ def pipelined_loading_s(
 
 
 def in_place_s(load_s: Sequence[float], compute_s: Sequence[float], reads: int = 1) -> float:
-    """Seconds if each block reads its weights over the bus, `reads` times, as it computes.
+    """Seconds if each block reads its weights over the bus `reads` times while it computes.
 
     >>> in_place_s([2.0] * 4, [3.0] * 4), in_place_s([2.0] * 4, [3.0] * 4, reads=4)
     (12.0, 32.0)

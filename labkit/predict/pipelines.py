@@ -3,7 +3,7 @@
     p stages, m micro-batches, v chunks per stage; F and B: seconds of a micro-batch's forward and
     backward on one stage, over all its chunks
 
-                         bubble                        micro-batches held at most (first stage)
+                         bubble                        peak micro-batches in flight (first stage)
     naive                m (p-1)(F+B)                  1
     GPipe                (p-1)(F+B)                    m
     1F1B                 (p-1)(F+B)                    min(p, m)
@@ -13,9 +13,9 @@
     PipeDream            (p-1)(F+B), once per run      min(p, m)
 
 ZB splits backward into I seconds for the input gradient, for which the previous stage waits, and W
-for the weight gradient. After the forwards that it may hold, the first stage waits for its first I,
-and no W can fill this wait: (p-1) I if it holds p, (p-1)(I-F) if 2p - 1. The functions return the
-larger of the two bubbles. Assumptions: stages are equally fast, messages take no time.
+for the weight gradient. After its warm-up forwards, the first stage waits for its first I, and no W
+can fill this wait: (p-1) I after p forwards, (p-1)(I-F) after 2p - 1. The functions return the
+larger of the two bubbles. Assumptions: stages are equally fast, and messages take no time.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from labkit.predict.sizes import check_counts, check_divides, check_not_negative
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """Forward and backward of all micro-batches through a pipeline, as one stage sees it. Never
-    compare one schedule's `of_ideal` (the Megatron-LM paper's bubble) with another's `of_total`."""
+    """The forward and backward of all micro-batches on one stage of a pipeline. Never compare
+    one schedule's `of_ideal` (the Megatron-LM paper's bubble) with another's `of_total`."""
 
-    ideal_s: float  # computing
-    bubble_s: float  # idle
-    peak_microbatches: float  # held by the first stage at once
+    ideal_s: float  # compute time
+    bubble_s: float  # idle time
+    peak_microbatches: float  # in flight at once on the first stage
 
     @property
     def step_s(self) -> float:
@@ -80,9 +80,9 @@ def one_f_one_b(
 def interleaved(
     stages: int, microbatches: int, forward_s: float, backward_s: float, chunks: int
 ) -> PipelineStep:
-    """1F1B with `chunks` model chunks per stage: a bubble 1/v as long, v times the messages, more
-    memory. Source: arXiv 2104.04473, section 2.2.2; memory, arXiv 2205.05198, section 4.2. Raises
-    ValueError if `microbatches` is not divisible by `stages`."""
+    """1F1B with `chunks` model chunks per stage: a bubble 1/v as long, v times the messages, and
+    more memory. Sources: arXiv 2104.04473, section 2.2.2; arXiv 2205.05198, section 4.2 (memory).
+    Raises ValueError if `microbatches` is not divisible by `stages`."""
     check_counts(chunks=chunks)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     if chunks == 1:
@@ -95,9 +95,9 @@ def interleaved(
 def pipedream(
     stages: int, microbatches: int, forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> PipelineStep:
-    """PipeDream never flushes: 1F1B's bubble once per training run of `microbatches`, and a weight
-    version for each micro-batch held. `update_s`: the optimizer's time per micro-batch. Source:
-    arXiv 1806.03377, section 3.2."""
+    """PipeDream never flushes the pipeline: it has 1F1B's bubble once per run of `microbatches`,
+    and keeps a weight version for each micro-batch in flight. `update_s`: optimizer time per
+    micro-batch. Source: arXiv 1806.03377, section 3.2."""
     check_not_negative(update_s=update_s)
     plain = one_f_one_b(stages, microbatches, forward_s, backward_s)
     ideal_s = plain.ideal_s + microbatches * update_s
@@ -107,9 +107,9 @@ def pipedream(
 def zero_bubble_h1(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
-    """ZB-H1: weight gradients fill 1F1B's idle time, in 1F1B's memory. Source: Qi et al., arXiv
-    2401.10241, section 2.3 (its T_B is the input gradient alone). Raises ValueError if microbatches
-    < stages."""
+    """ZB-H1: weight gradients fill 1F1B's idle time without more memory. Source: Qi et al., arXiv
+    2401.10241, section 2.3 (where T_B is the input gradient alone). Raises ValueError if
+    `microbatches` < `stages`."""
     each_s = max(forward_s + input_s - weight_s, input_s)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}
     return _zero_bubble(stages, microbatches, each_s, stages, **parts_s)
@@ -118,7 +118,7 @@ def zero_bubble_h1(
 def zero_bubble_h2(
     stages: int, microbatches: int, forward_s: float, input_s: float, weight_s: float
 ) -> PipelineStep:
-    """ZB-H2: twice the memory, and no bubble if F = I = W. Source: arXiv 2401.10241, section 2.3.
+    """ZB-H2: twice the memory, but no bubble if F = I = W. Source: arXiv 2401.10241, section 2.3.
     Raises ValueError for fewer than `2 * stages - 1` micro-batches."""
     each_s = max(forward_s + input_s - 2 * weight_s, input_s - forward_s, 0.0)
     parts_s = {"forward_s": forward_s, "input_s": input_s, "weight_s": weight_s}

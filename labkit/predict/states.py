@@ -1,4 +1,4 @@
-"""Model states: parameters, gradients and optimizer state that one rank holds.
+"""Model states: the parameters, gradients and optimizer state on one rank.
 
                  parameters    gradients    optimizer
     stage 0      2             2            K                data parallelism: all states replicated
@@ -16,7 +16,7 @@ from labkit.predict.sizes import check_counts, check_not_negative
 
 
 class StateBytes(NamedTuple):
-    """Bytes held per parameter."""
+    """Bytes per parameter, by kind of state."""
 
     parameter: float
     gradient: float
@@ -30,7 +30,7 @@ FP32_ADAM = StateBytes(4, 4, 8)  # labkit's Single and DDP: all in float32, two 
 def model_state_bytes(
     parameters: float, dp: int = 1, stage: int = 0, per_parameter: StateBytes = MIXED_ADAM
 ) -> float:
-    """Bytes of model states on one rank, for `parameters` of the model or of this rank's part,
+    """Bytes of model states on one rank, for the `parameters` of the model or of this rank's part,
     sharded over `dp` ranks by ZeRO `stage` 0 (plain data parallelism) to 3, at `per_parameter`
     bytes each. Omits activations, buffers, allocator overhead, step counts (4 bytes per tensor)
     and unequal shards. Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 3.1 and 5,

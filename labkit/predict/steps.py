@@ -29,10 +29,10 @@ def ddp_step_s(
     buckets: int = 1,
     optimizer_s: float = 0.0,
 ) -> float:
-    """Seconds of a DDP step that sends `buckets` with equal bytes and fill times in backward (in
-    a real model the embedding's bucket is large and last: use a replay). `communication_s`: sum of
-    all buckets, with latencies. Source: the overlap of Li et al., arXiv 2006.15704, section 3.2.3;
-    a flow shop of two machines and equal jobs (Johnson, 1954)."""
+    """Seconds of a DDP step that sends `buckets` buckets of equal size and fill time in backward.
+    (In a real model, the embedding's bucket is large and last; use a replay.) `communication_s`:
+    sum over buckets, with latencies. Source: the overlap of Li et al., arXiv 2006.15704, section
+    3.2.3; a flow shop of two machines and equal jobs (Johnson, 1954)."""
     check_not_negative(forward_s=forward_s, backward_s=backward_s, optimizer_s=optimizer_s)
     check_not_negative(communication_s=communication_s)
     check_counts(buckets=buckets)
@@ -49,10 +49,10 @@ def ddp_step_without_overlap_s(
 
 def mfu(flops: float, step_s: float, peak_flops_per_s: float, ranks: int = 1) -> float:
     """Model FLOPs utilization, 0 to 1: the model's FLOPs divided by the FLOPs possible at peak.
-    `flops`: of one step on all ranks, `step_flops(...)` for the whole batch, without `recompute`
-    or `flash` (with both: hardware utilization, as in the 52 % of arXiv 2104.04473).
-    `peak_flops_per_s`: of one device, dense, for the dtype of the computation. Source: Chowdhery et
-    al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
+    `flops`: one step on all ranks, `step_flops(...)` for the whole batch, without `recompute` or
+    `flash` (with both, the result is hardware utilization, like the 52 % of arXiv 2104.04473).
+    `peak_flops_per_s`: one device's dense peak for the dtype of the computation. Source: Chowdhery
+    et al., "PaLM", arXiv 2204.02311, section 4.1 and appendix B."""
     check_not_negative(flops=flops)
     check_positive(step_s=step_s, peak_flops_per_s=peak_flops_per_s)
     check_counts(ranks=ranks)

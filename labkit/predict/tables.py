@@ -44,8 +44,8 @@ class Table:
 def table(**sources: Mapping[str, Number]) -> Table:
     """Compare the same quantities from several sources, such as formula, replay and measurement: a
     column per source, a row per quantity, and the ratio to the first source. Names end in the unit
-    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts match
-    if equal, floats if equal up to rounding. Raises ValueError without numbers."""
+    (`sent_bytes`, `step_s`). Rows that the first source lacks are not compared. Counts match if
+    they are equal, floats if they are equal up to rounding. Raises ValueError without numbers."""
     names = list(dict.fromkeys(name for numbers in sources.values() for name in numbers))
     if not names:
         raise ValueError(
@@ -60,7 +60,7 @@ def table(**sources: Mapping[str, Number]) -> Table:
 
 
 def label(name: str) -> str:
-    """A readable name: "sent by all (bytes)" for sent_by_all_bytes."""
+    """A readable name, such as "sent by all (bytes)" for sent_by_all_bytes."""
     words, _, unit = name.rpartition("_")
     shown = unit.replace("gb", "GB")
     label = f"{words} ({shown})" if words and unit in UNITS else name
@@ -68,7 +68,7 @@ def label(name: str) -> str:
 
 
 def in_full(number: Number) -> str:
-    """Format with commas and all digits; a whole float without ".0"."""
+    """Format with commas and all digits, and a whole float without ".0"."""
     whole = isinstance(number, float) and number.is_integer()
     return f"{int(number) if whole else number:,}"
 

@@ -53,17 +53,17 @@ def bytes_by_axis(
     """Bus bytes that each stage sends along each axis in a step, averaged over its ranks.
 
     Args:
-        rows, sequence: one replica's batch over all micro-batches: the global batch / dp.
-        chunks: per stage; blocks are split into pp * chunks, the remainder over the first chunks.
+        rows, sequence: one replica's batch over all micro-batches, the global batch / dp.
+        chunks: model chunks per stage; the blocks are split into pp * chunks, larger chunks first.
         zero: 0 for DDP, or the ZeRO stage over dp.
-        recompute: whole blocks, up to the last tensor that backward needs (labkit.Recompute).
+        recompute: rerun each block up to the last tensor that backward needs (labkit.Recompute).
         dropout: whether blocks have dropout; recompute then repeats their last collective, too.
         scatter_gather: see above; no effect with sequence parallelism.
         key_width: width of the GPT's keys; `width` by default.
-        element_bytes: of activations, weights and gradients, as sent.
+        element_bytes: bytes per element of activations, weights and gradients when they are sent.
 
-    ZeRO pads each bucket to dp equal shares: counted per block in stage 3, else as if a rank's
-    parameters were one bucket. Omits the scalars sent for clipping and loss scaling.
+    ZeRO pads each bucket to dp equal shares. The formula pads each block in stage 3, and otherwise
+    all parameters of a rank as one bucket. It omits the scalars of clipping and loss scaling.
 
     >>> gpt = dict(vocab=51200, width=12288, depth=96, context=2048)
     >>> gpt3 = bytes_by_axis(**gpt, rows=96, sequence=2048, microbatches=96, pp=8, dp=16, tp=8)
@@ -83,7 +83,7 @@ def bytes_by_axis(
     x_bytes = stage_boundary_bytes(sequence, rows, width, element_bytes)
     padded = -(-vocab // tp) * tp
     table = padded // tp * width  # elements, on one rank
-    is_sharded = sequence_parallel and tp > 1  # x, by positions
+    is_sharded = sequence_parallel and tp > 1  # whether x is sharded by positions
     scatters = scatter_gather and not is_sharded
     blocks = chunk_sizes(depth, pp * chunks)
     # Half all-reduces of x per block: gathers and scatters count once, all-reduces twice.

@@ -6,7 +6,7 @@ A matmul of [m, k] by [k, n] is 2mkn FLOPs. Forward of one layer, b rows of s po
     mlp             16 b s w²          weights times v   2 b s² w
                     24 b s w²                            4 b s² w
 
-and the head 2 b s w V once. For each matmul, backward runs two, for the gradients of both factors.
+and, once, 2 b s w V for the head. For each matmul, backward runs two, one per factor's gradient.
 Norms, GELU, softmax, dropout, sums and the optimizer are omitted. Attention counts in full,
 as in PaLM, Megatron-LM and torch, even if a kernel skips the half that a causal mask hides.
 """
@@ -64,7 +64,7 @@ def forward_flops(
     sequence: int,
     kv_heads: int | None = None,
 ) -> int:
-    """FLOPs of the whole forward: depth layers and the head. Source: arXiv 2104.04473, appendix."""
+    """FLOPs of a model's forward: all layers and the head. Source: arXiv 2104.04473, appendix."""
     check_counts(vocab=vocab, depth=depth)
     layers = depth * layer_forward_flops(width, heads, rows, sequence, kv_heads)
     return layers + 2 * rows * sequence * width * vocab
@@ -82,7 +82,7 @@ def step_flops(
     recompute: bool = False,
 ) -> int:
     """FLOPs of forward and backward for `rows` sequences, as MFU counts them: three times the
-    forward. A machine may compute more. `flash`: an attention kernel without stored scores, like
+    forward. A device may compute more. `flash`: an attention kernel without stored scores, like
     labkit.GPT's, computes q kᵀ again, 2 b s² w per layer. `recompute`: full recomputation, so 96
     instead of 72 b s depth w². Source: arXiv 2104.04473, appendix (with recompute, equation 3);
     Kaplan, arXiv 2001.08361, section 2.1; FlashAttention, arXiv 2205.14135, section 3.1."""
@@ -103,7 +103,7 @@ def dense_flops(parameters: float, tokens: float) -> float:
 
 
 def _key_width(width: int, heads: int, kv_heads: int | None) -> int:
-    """The width of k and of v, all key-value heads together."""
+    """The width of k and of v, over all key-value heads."""
     kv_heads = heads if kv_heads is None else kv_heads
     check_counts(width=width, heads=heads, kv_heads=kv_heads)
     check_divides("width", width, "heads", heads)

@@ -1,11 +1,11 @@
-"""A recorded run replayed on a different machine: one program per rank under a virtual clock.
+"""Replays a recorded run on a different machine, with one program per rank and a virtual clock.
 
-dry_runs            record selected ranks without data; does the run fit in memory?
-replays, summary    replay a recorded run on a cluster; a table for several clusters
-what_ifs            a replay with sliders, drawn by redrawing.py
-pipeline            a pipeline schedule, timed from its stages
+dry_runs            record selected ranks without data; check whether a run fits in memory
+replays, summary    replay a recorded run on one cluster; compare several clusters in a table
+what_ifs            show a replay with sliders, drawn by redrawing.py
+pipeline            time a pipeline schedule from the times of its stages
 engine, costs       the virtual clock; operation and collective times on a cluster
-planning/           models too large to record whole: possible layouts and the fastest
+planning/           for models too large to record whole: list layouts and find the fastest
 """
 
 from labkit.lazy import lazy

@@ -1,16 +1,16 @@
-"""Times on a cluster: roofline for operations, alpha-beta for collectives and messages.
+"""Times on a cluster: roofline model for operations, alpha-beta model for communication.
 
-    operation     the maximum of   FLOPs / matmul rate for these sides
+    operation     the maximum of   FLOPs / matmul rate for these m, n, k
                                    bytes read and written / memory bandwidth
                                    kernel launch time
-    collective    start + steps x latency + bytes sent per rank / bandwidth
+    collective    start-up time + steps x latency + bytes sent per rank / bandwidth
     message       bytes / link bandwidth + latency
 
 Steps and bytes (labkit.comm.collectives.costs) assume a tensor pipelined in very small chunks, so
-each step pays its latency once. As in NCCL, the fastest algorithm is chosen. A ring leaves each
-node once, over the port shares of all its ranks on the node; the node with the fewest ranks is the
+each step adds one latency. As in NCCL, the fastest algorithm is chosen. A ring leaves each node
+once, with the combined port shares of its ranks on that node; the node with the fewest ranks is the
 bottleneck. A rank that sends directly to all other ranks gets one device's share of the ports. The
-latencies are those of NCCL's Simple protocol: for short tensors, the times are overestimated.
+latencies are those of NCCL's Simple protocol, so the times of short tensors are overestimated.
 
 Sources: Williams et al., "Roofline", CACM 52(4), 2009; Thakur et al., "Optimization of Collective
 Communication Operations in MPICH", 2005; NCCL, src/graph/tuning.cc, for intra-node and
@@ -39,7 +39,7 @@ ALGORITHMS = {  # per collective; the fastest is chosen
     "ring_exchange": ("next",),
     "barrier": ("dissemination",),
 }
-TREES = ("double_tree", "tree", "dissemination")  # log2(nodes) of log2(n) steps are between nodes
+TREES = ("double_tree", "tree", "dissemination")  # of log2(n) steps, log2(nodes) cross nodes
 DIRECT = ("flat", "pairwise")  # every rank sends directly to its targets
 VERY_LONG_BYTES = 1 << 50
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class _Placement:
         self.level = cluster.level_of(ranks)
 
     def seconds(self, op: str, algorithm: str, nbytes: int) -> float:
-        """Start-up time, bytes / bandwidth, and one latency per intra-node or inter-node step."""
+        """The sum of start-up time, bytes / bandwidth, and one latency per step."""
         steps = 1 if algorithm in DIRECT else cost(op, algorithm, self.n, 0).steps
         sent_bytes = nbytes * _sent_per_byte(op, algorithm, self.n)
         seconds = sent_bytes / self._bytes_per_s(algorithm) + self.level.start_s
@@ -125,7 +125,7 @@ class _Placement:
         return seconds + (steps - between) * self.cluster.inside.latency_s
 
     def _steps_between(self, algorithm: str, steps: float) -> float:
-        """Sequential steps between nodes."""
+        """The number of sequential steps that cross nodes."""
         if self.nodes == 1:
             return 0.0
         if algorithm in TREES:
@@ -138,7 +138,7 @@ class _Placement:
         if self.nodes == 1 or between is None:
             return inside_rate
         port_rate = between.reached * self.cluster.share_bytes_per_s(between)
-        if algorithm in DIRECT:  # inside, the fullest node limits; between, the emptiest
+        if algorithm in DIRECT:  # bottleneck: the fullest node inside, the emptiest between nodes
             share_inside = (self.most - 1) / (self.n - 1)
             share_between = (self.n - self.fewest) / (self.n - 1)
             return 1 / max(share_inside / inside_rate, share_between / port_rate)

@@ -4,8 +4,8 @@ The code runs as on real ranks, but with torch's fake tensors and a fake process
 every collective completes immediately. Only communication through labkit's communicator is
 recorded. The tensors report the CPU as their device; the GPU default of torch's optimizers
 ("foreach": a few operations update all parameters) is patched in. Attention with dropout stores
-its scores, as on a CPU. Memory excludes the CUDA context, NCCL's buffers and fragmentation, which
-together take several GB."""
+its scores, as on a CPU. The recorded memory excludes the CUDA context, NCCL's buffers and
+fragmentation, which together take several GB."""
 
 import gc
 import sys
@@ -34,7 +34,7 @@ from labkit.trace.recording import record
 from labkit.trace.recording.detail import QUERY_DEVICE
 
 LONG_S, EVERY_S = 2.0, 0.2  # delay and interval of the progress display
-LONG_IN_A_NOTEBOOK_S = 10.0  # longer, as printed progress stays in the output
+LONG_IN_A_NOTEBOOK_S = 10.0  # longer, because printed progress stays in the output
 Size = TypeVar("Size")
 
 
@@ -48,18 +48,18 @@ def dry_run(
     as_on: Literal["cuda", "cpu"] = "cuda",
     **kwargs: Any,
 ) -> Trace:
-    """Record one training step of `fn(*args, **kwargs)` in a world of `ranks`, without data.
+    """Record one training step of `fn(*args, **kwargs)` in a world of `ranks` ranks, without data.
 
     Args:
         fn: builds a model and trains it without reading tensor values (no `loss.item()`). A model
             built outside `fn` would have values and take memory.
         alike: each rank to run, mapped to the ranks with the same behavior that it represents:
-            {0: range(512), 512: range(512, 1024)}. By default rank 0 represents every rank.
-        step: the training step to keep; by default the second, in which optimizer state exists.
+            {0: range(512), 512: range(512, 1024)}. By default, rank 0 represents all ranks.
+        step: the training step to keep; by default the second, the first with optimizer state.
         as_on: the device type for which torch's optimizers choose their implementation.
 
-    Returns that step with operations and memory; for its times, see `replay`. Raises ValueError for
-    an invalid `alike`, or if `fn` runs too few steps or reads a value; RuntimeError on a rank.
+    Returns that step with operations and memory; `replay` adds times. Raises ValueError for an
+    invalid `alike`, or if `fn` runs too few steps or reads a value; RuntimeError if run on a rank.
 
     >>> def train():
     ...     model = DDP(GPT.preset("1M"))
@@ -85,9 +85,9 @@ def dry_run(
         forward = {span.step for span in trace.ranks[rank].spans if span.phase == "forward"}
         if forward and step not in forward:
             raise ValueError(
-                f"dry_run: step {step} has no forward: each optimizer.step() ends a training step, "
-                f"and the function has several optimizers; pass step={max(forward)}, or use one "
-                "optimizer with several parameter groups"
+                f"dry_run: step {step} has no forward pass, because each optimizer.step() ends a "
+                f"training step and the function has several optimizers; pass step={max(forward)}, "
+                "or use one optimizer with several parameter groups"
             )
         kept.ranks[rank] = trace.step(step).ranks[rank]
         kept.ranks[rank].alike = others
@@ -95,7 +95,7 @@ def dry_run(
 
 
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
-    """Rank to run -> ranks represented. Raises ValueError unless every rank occurs once."""
+    """The ranks that each recorded rank represents. Raises ValueError unless each occurs once."""
     if ranks < 1:
         raise ValueError(f"dry_run: ranks={ranks}; pass at least 1")
     groups = {0: range(ranks)} if alike is None else alike
@@ -120,7 +120,7 @@ def _run(fn: Callable[..., object], args: Any, kwargs: Any) -> None:
 
 @contextmanager
 def _without_data(label: str, as_on: str) -> Iterator[None]:
-    """Inside this context, new tensors have no data."""
+    """In this context, new tensors have no data."""
     mode, chooser = _FakeWithProgress(label), "_default_to_fused_or_foreach"
 
     def foreach(*_: Any, **__: Any) -> tuple[bool, bool]:
@@ -183,7 +183,8 @@ def _converted(
 
 
 def peak_of(trace: Trace) -> dict[str, int]:
-    """Bytes by category at the highest peak of any rank. Raises ValueError if none is recorded."""
+    """Bytes by category at the peak, on the rank with the highest peak. Raises ValueError if no
+    memory is recorded."""
     peaks = [peak_memory(rank) for rank in trace.ranks.values() if rank.memory]
     if not peaks:
         raise ValueError("this trace has no memory; record one with dry_run or detail_step=1")
@@ -191,14 +192,14 @@ def peak_of(trace: Trace) -> dict[str, int]:
 
 
 def fits(trace: Trace, memory_bytes: float) -> bool:
-    """Whether every rank's peak fits in `memory_bytes`. Raises the errors of `peak_of`."""
+    """Whether every rank's peak fits in `memory_bytes`. Raises the same errors as `peak_of`."""
     return sum(peak_of(trace).values()) <= memory_bytes
 
 
 def largest_that_fits(
     record: Callable[[Size], Trace], sizes: Sequence[Size], memory_bytes: float
 ) -> Size | None:
-    """The largest of the ascending `sizes` that fits, found by bisection; None if none fits.
+    """The largest of the ascending `sizes` that fits, found by bisection, or None if none fits.
 
     >>> largest_that_fits(lambda depth: dry_run(train, depth, ranks=8), range(1, 97), 80e9)
     """

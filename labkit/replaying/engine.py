@@ -1,17 +1,17 @@
 """The virtual clock: one program per rank, and the time at which each instruction runs.
 
     Compute   computes for `seconds`
-    Issue     queues an operation at one of this rank's ports and continues immediately
+    Issue     queues an operation on one of this rank's ports and continues immediately
     Wait      blocks until the operation has ended
 
 An operation begins once all its ranks have issued it and it heads the port's queue on each of them.
 It occupies those ports for `seconds` and ends `latency_s` later. A port is one outgoing link of a
-rank: it transfers one operation at a time, in the order of issue.
+rank; it transfers one operation at a time, in the order of issue.
 
 Only the sender issues a message, whether or not the receiver is ready; the receiver executes a
 Wait. If both must be ready, as for an NCCL send, both issue it: `ranks=(sender, receiver)`.
 
-Times are sums and maxima of the inputs, bit-identical for any simulation order of the ranks.
+Times are sums and maxima of the inputs, so they do not depend on the simulation order of the ranks.
 """
 
 from collections import deque
@@ -51,14 +51,14 @@ Program = Sequence[Compute | Issue | Wait]
 
 
 class Timed(NamedTuple):
-    """Begin and end of an instruction; for an Issue, of its transfer, latency included."""
+    """Begin and end times of an instruction; for an Issue, of its transfer, including latency."""
 
     began_s: float
     ended_s: float
 
 
 class Deadlock(ValueError):
-    """No rank can continue. `cycle`: ranks in a circular wait; () if an Issue is missing."""
+    """Raised if ranks are stuck. `cycle`: ranks in a circular wait; () if an Issue is missing."""
 
     def __init__(self, message: str, cycle: tuple[int, ...]):
         super().__init__(message)
@@ -147,7 +147,7 @@ class _Run:
                     rank.now_s = max(began_s, awaited.timed.ended_s)
                 case _:
                     raise ValueError(
-                        f"rank {number}: its program contains {part!r}; use Compute, Issue or Wait"
+                        f"rank {number}: the program contains {part!r}; use Compute, Issue or Wait"
                     )
             rank.timed.append(Timed(began_s, rank.now_s))
             rank.place += 1
@@ -158,7 +158,7 @@ class _Run:
         if issue.key not in self.operations:
             unknown = [rank for rank in issue.ranks if rank not in self.ranks]
             if unknown:
-                raise ValueError(f"rank {number}: {issue}; rank {unknown[0]} has no program")
+                raise ValueError(f"rank {number}: {issue}, but rank {unknown[0]} has no program")
             if len(set(issue.ranks)) < len(issue.ranks):
                 raise ValueError(f"rank {number}: {issue} names a rank twice")
             if not (issue.seconds >= 0 and issue.latency_s >= 0):
@@ -167,7 +167,7 @@ class _Run:
             self.operations[issue.key] = _Operation(issue, members)
         operation = self.operations[issue.key]
         if operation.issue != issue:
-            raise ValueError(f"rank {number} issues {issue}, but another rank {operation.issue}")
+            raise ValueError(f"rank {number} issues {issue}, but others issue {operation.issue}")
         if number not in operation.members:
             raise ValueError(f"rank {number} issues {issue}, but is not one of its ranks")
         if number in operation.issued_s:
@@ -202,7 +202,7 @@ class _DeadlockFinder:
 
     def __init__(self, ranks: dict[int, _Rank], operations: dict[Hashable, _Operation]):
         self.ranks, self.operations = ranks, operations
-        self.to_issue = {  # per rank: keys of the Issues in the rest of its program
+        self.to_issue = {  # per rank: keys of the Issues in the rest of the program
             number: {part.key for part in rank.program[rank.place :] if isinstance(part, Issue)}
             for number, rank in ranks.items()
         }
@@ -232,7 +232,7 @@ class _DeadlockFinder:
             if operation is not None:
                 issued = operation.issued_s
                 culprit = next((rank for rank in operation.members if rank not in issued), None)
-            if operation is not None and culprit is None:  # every rank has issued it: it is queued
+            if operation is not None and culprit is None:  # issued on every rank, but still queued
                 port, members = operation.issue.port, operation.members.items()
                 first = {rank: member.queues[port][0] for rank, member in members}
                 number = next(rank for rank in first if first[rank] is not operation)
@@ -254,7 +254,7 @@ class _DeadlockFinder:
 
 
 def _explain(steps: Mapping[Hashable, tuple[int, str]]) -> str:
-    """The steps as text; a long list is abbreviated to its first four and last two."""
+    """The steps as text; a long list is abbreviated to its first four and last two steps."""
     words = [why for _, why in steps.values()]
     if len(words) > 8:
         words = [*words[:4], f"... ({len(words) - 6} more)", *words[-2:]]

@@ -1,7 +1,7 @@
 """A pipeline schedule as one program per stage and as spans in a trace.
 
 One recorded micro-batch per distinct stage is enough: `stage_seconds` returns the stage's forward
-and backward times on a cluster; the schedule determines the order and the messages.
+and backward times on a cluster, and the schedule determines the order and the messages.
 
     recorded on stage 1     forward  forward  backward  forward  backward  ...
     actions of stage 1      F0       F1       B0        F2       B1        ...
@@ -21,7 +21,7 @@ from labkit.schedules.actions import LETTERS
 from labkit.trace import RankTrace, Span, Step, Trace
 
 Seconds = Callable[[int, Action], float] | Mapping[str, float]
-"""Seconds per action: a function `seconds(stage, action)`, or dict {"forward": 1.0, ...} by phase.
+"""Seconds per action: a function `seconds(stage, action)`, or a dict like {"forward": 1.0, ...}.
 With v chunks, an action covers 1/v of a stage, so the caller divides the stage's time by v."""
 MessageSeconds = float | Callable[[Message], float]
 """Seconds until a message arrives: one value, or a function of the message."""
@@ -71,8 +71,8 @@ def _seconds_of(seconds: Seconds, stage: int, action: Action) -> float:
 
 
 def bubble(schedule: Schedule, step_s: float, seconds: Seconds) -> float:
-    """The mean idle fraction of the stages, 0 to 1. `step_s`: from `pipeline_step_s`, or the
-    time from the first action to the last action over all stages."""
+    """The mean idle fraction of the stages, 0 to 1. `step_s` is the result of `pipeline_step_s`, or
+    the time from the first action to the last action over all stages."""
     stages = enumerate(schedule)
     busy_s = sum(_seconds_of(seconds, stage, x) for stage, actions in stages for x in actions)
     return 1 - busy_s / (step_s * len(schedule))
@@ -95,7 +95,7 @@ def pipeline_trace(
 ) -> Trace:
     """Simulate one step as a trace: rank k runs stage k; its step ends with its last action. Every
     action becomes a span of its phase, named "3" for micro-batch 3, or "3.1" for chunk 1 if there
-    are several chunks. Raises the errors of `pipeline_programs`."""
+    are several chunks. Raises the same errors as `pipeline_programs`."""
     programs = pipeline_programs(schedule, seconds, message_s)
     timed, stages, chunks = run(programs), len(schedule), chunks_of(schedule)
     transfers: dict[Hashable, tuple[int, Timed]] = {}  # key -> sequence number, times
@@ -129,7 +129,7 @@ def pipeline_trace(
 
 def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
     """Mean "forward" and "backward" seconds per micro-batch on a device of the cluster, from a
-    trace of one stage (`dry_run`). Raises ValueError if a phase is missing, or as `replay`."""
+    trace of one stage (`dry_run`). Raises ValueError if a phase is missing or `replay` fails."""
     (rank_trace,) = replay(trace, cluster).ranks.values()
     seconds, times = {"forward": 0.0, "backward": 0.0}, Counter[str]()
     for span in rank_trace.spans:
@@ -137,7 +137,7 @@ def stage_seconds(trace: Trace, cluster: Cluster) -> Mapping[str, float]:
             seconds[span.phase] += span.ended_s - span.began_s
             times[span.phase] += 1
     if missing := [phase for phase in seconds if not times[phase]]:
-        raise ValueError(f"this trace of a stage has no {missing[0]}; record a training step")
+        raise ValueError(f"this trace of a stage has no {missing[0]} pass; record a training step")
     # A stage may consist of several modules, but runs one backward per micro-batch.
     return {phase: sum_s / times["backward"] for phase, sum_s in seconds.items()}
 
@@ -189,9 +189,9 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
     ended = [x for x in _outermost(rank_trace) if x.ended_s and x.kind != "loss"]
     spans = [x for x in ended if x.phase in phases]
     is_last = rank_trace.rank == len(schedule) - 1
-    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]  # has loss
+    ends = [is_last and x.phase == "forward" and x.chunk == chunks - 1 for x in actions]
     recorded = Counter(span.phase for span in spans)
-    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # how many times `actions` ran
+    rounds = recorded["backward"] / max(phases.count("backward"), 1)  # number of recorded steps
     loss_is_module = recorded["forward"] == rounds * (phases.count("forward") + sum(ends))
     place = number = 0
     while place < len(spans) or number % len(actions):
@@ -203,12 +203,12 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
             what = f"{last.phase} of {last.kind or 'the model'}" if last else "no more spans"
             raise ValueError(
                 f"rank {rank_trace.rank}: action {k} of the schedule is {action}, but the trace "
-                f"has {what}; give the schedule that was run"
+                f"has {what}; pass the schedule that was run"
             )
         place, number = place + len(of_action), number + 1
         ended_s = of_action[-1].ended_s
         is_next = actions[number % len(actions)] == action._replace(phase="backward")
-        if in_loss and is_next and place < len(spans):  # the backward starts from the loss
+        if in_loss and is_next and place < len(spans):  # the backward pass starts at the loss
             losses = [x.ended_s for x in rank_trace.spans if x.kind == "loss"]
             began_s = spans[place].began_s
             ended_s = max([ended_s, *(x for x in losses if 0 <= began_s - x < NEXT_S)])
@@ -220,13 +220,13 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 def _outermost(rank_trace: RankTrace) -> list[Span]:
     """The outermost spans, in order of time. A "loss" span covers the time from forward to
-    backward: on every stage but the last, this time is a wait."""
+    backward, which every stage but the last spends waiting."""
     spans = [x for x in rank_trace.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)
 
 
 def timed_actions(trace: Trace) -> list[list[TimedAction]]:
-    """Timed actions by stage. Raises ValueError for traces without micro-batch spans."""
+    """The timed actions of each stage. Raises ValueError for a trace without micro-batch spans."""
     stages = []
     for rank in sorted(trace.ranks):
         spans = sorted(trace.ranks[rank].spans, key=lambda x: x.began_s)

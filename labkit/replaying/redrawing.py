@@ -1,4 +1,4 @@
-"""Support for `what_if`'s sliders: a modified cluster, and a timeline redrawn per replay."""
+"""Support for `what_if`'s sliders: a modified cluster, and a timeline redrawn for each replay."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,9 +25,9 @@ def changed(
     devices_per_node: int | None = None,
 ) -> Cluster:
     """The cluster with the given values and just enough nodes for `ranks`. A level with one port
-    per device keeps one port per device. If needed, a missing inter-node level is a copy of the
-    intra-node level plus the given values. Raises ValueError unless every bandwidth is positive,
-    every latency at least 0, and `ranks` and `devices_per_node` at least 1."""
+    per device keeps one port per device. If an inter-node level is needed but missing, it is a copy
+    of the intra-node level with the given values. Raises ValueError unless every bandwidth is
+    positive, every latency at least 0, and `ranks` and `devices_per_node` at least 1."""
     inside = {"bytes_per_s": inside_bytes_per_s, "latency_s": inside_latency_s}
     between = {"bytes_per_s": between_bytes_per_s, "latency_s": between_latency_s}
     for where, given in (("inside", inside), ("between", between)):
@@ -85,12 +85,12 @@ class Redrawing:
 
 
 def next_axis_s(axis_s: float, step_s: float) -> float:
-    """The axis to draw a step on, in seconds: unchanged while the step fills enough of the axis."""
+    """Length of the time axis in seconds: unchanged while the step fills enough of the axis."""
     return axis_s if MIN_FRACTION * axis_s <= step_s <= axis_s else ROOM * step_s
 
 
 def links_in_words(cluster: Cluster) -> str:
-    """As "NVLink 3 300 GB/s, 3.4 µs": shows that a slider moved even if the step time did not."""
+    """The links as text, e.g. "NVLink 3 300 GB/s, 3.4 µs", which changes with every slider."""
     levels = [cluster.inside, *([cluster.between] if cluster.between and cluster.nodes > 1 else [])]
     return "  ·  ".join(
         f"{x.name} {x.bytes_per_s / 1e9:.3g} GB/s, {x.latency_s * 1e6:.3g} µs" for x in levels
@@ -98,7 +98,7 @@ def links_in_words(cluster: Cluster) -> str:
 
 
 def in_words(split: Split, recorded: Trace, cluster: Cluster) -> str:
-    """As "12.30 ms: ...; MFU 20.1% of ...", relative to the peak of the dtype with most FLOPs."""
+    """The split and MFU, e.g. "12.30 ms: ...; MFU 20.1% of ...", for the dtype with most FLOPs."""
     dtype = main_dtype(recorded)
     if split.flops is None or dtype is None:
         return str(split)

@@ -23,7 +23,7 @@ from labkit.trace import MemoryPoint, RankTrace, Span, Step, Trace
 from labkit.trace.graph import as_seen_by
 
 Computing = Literal["counted", "measured"]
-NOT_AT_0_S = float_info.min  # in a trace, `ended_s == 0.0` means "not yet"
+NOT_AT_0_S = float_info.min  # in a trace, `ended_s == 0.0` means "not ended yet"
 # Among simultaneous events, ends precede begins, and an issue precedes its wait.
 ORDER = {"compute": 0, "waited": 1, "ended_s": 2, "began_s": 3, "issue": 4, "wait": 5, "when_s": 6}
 
@@ -57,7 +57,7 @@ def replay(
     if trace.size > where.size:
         raise ValueError(
             f"{trace.size} ranks do not fit on {where.title}, which has {where.nodes} x "
-            f"{where.devices_per_node} devices; use a larger cluster, as dataclasses.replace("
+            f"{where.devices_per_node} devices; use a larger one, such as dataclasses.replace("
             "cluster, nodes=...), or measure yours with `labkit doctor --cluster FILE --ranks "
             f"{trace.size}`"
         )
@@ -73,7 +73,7 @@ def replay(
 
 
 def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
-    """The events of a rank's records: (time, order if simultaneous, kind, record)."""
+    """Everything a rank recorded, as (time, order among simultaneous events, kind, record)."""
     events: list[tuple[float, str, Any]] = []
     intervals: list[Step | Span] = [*rank_trace.steps, *rank_trace.spans]
     for interval in intervals:
@@ -92,18 +92,18 @@ def events_of(rank_trace: RankTrace) -> list[tuple[float, int, str, Any]]:
 
 @dataclass
 class _RankProgram:
-    """A program. `moments`: (record, time field, instruction index, seconds after its begin)."""
+    """A program. `moments`: (record, time field, instruction index, seconds after it starts)."""
 
     parts: list[Compute | Issue | Wait] = field(default_factory=list)
     moments: list[tuple[Any, str, int, float]] = field(default_factory=list)
     waits: dict[int, int] = field(default_factory=dict)  # id(event) -> index of its Wait
-    computed_s: float = 0.0  # computing since the last Issue or Wait
+    computed_s: float = 0.0  # compute time since the last Issue or Wait
 
     def add_moment(self, record: Any, name: str) -> None:
         self.moments.append((record, name, len(self.parts), self.computed_s))
 
     def add(self, *parts: Issue | Wait) -> None:
-        """Append the accumulated computing, then `parts`."""
+        """Append the accumulated compute time, then `parts`."""
         self.parts += [Compute(self.computed_s), *parts]
         self.computed_s = 0.0
 
@@ -177,7 +177,7 @@ class _Replay:
         return _Key(f"message {event.seq} from rank {source} to {target}{tag}", event.group)
 
     def _issues(self) -> dict[Hashable, Issue]:
-        """One Issue per communication operation; if ranks send unequal amounts, the slowest."""
+        """One Issue per communication operation, with the time of the slowest rank."""
         issues: dict[Hashable, Issue] = {}
         for rank_trace in self.recorded.ranks.values():
             for event in rank_trace.comms:
@@ -186,7 +186,7 @@ class _Replay:
                 if rank_trace.rank not in event.ranks:
                     raise ValueError(
                         f"rank {rank_trace.rank} has {event.op} {event.seq} of group {event.group}"
-                        ", but is not in that group; record that rank, too"
+                        ", but is not in that group; record a rank of that group"
                     )
                 members = (rank_trace.rank,) if event.op == "send" else event.ranks
                 ranks = tuple(sorted({self._representative(event, rank) for rank in members}))
@@ -204,7 +204,7 @@ class _Replay:
         return max(map(self.costs.sending, alike), key=lambda cost: cost.total_s)
 
     def _placements(self, rank_trace: RankTrace, event: CommEvent) -> list[int]:
-        """One rank per distinct distribution of the group, or of a message's ends, over nodes."""
+        """One represented rank per distinct placement of the group, or of a message's two ends."""
         key = rank_trace.rank, event.ranks, event.peer if event.op == "send" else None
         if key not in self._known_placements:
             kinds: dict[Any, int] = {}
@@ -249,7 +249,7 @@ class _Replay:
 
 
 def set_times(event: CommEvent, issued_s: float, transfer: Timed, wait: Timed | None) -> None:
-    """Set when an event was issued, transferred, and, unless `wait` is None, waited for."""
+    """Set the times of an event's issue, transfer and, unless `wait` is None, wait."""
     event.issued_s = issued_s
     event.began_s = max(transfer.began_s, issued_s)
     event.ended_s = _nonzero(max(transfer.ended_s, issued_s))
@@ -273,18 +273,18 @@ def _nonzero(when_s: float) -> float:
 
 
 def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> list[int]:
-    """The steps to replay. Raises ValueError if there is none, or an `asked` step has no data."""
+    """The steps to replay. Raises ValueError if there are none, or if one in `asked` lacks data."""
     available = trace.steps(detail=False)
     if computing == "counted":
         available = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})
     wanted = available if asked is None else sorted(set(asked))
     if missing := [step for step in wanted if step not in available]:
-        raise ValueError(f"step {missing[0]} has no {computing} computing; choose from {available}")
+        raise ValueError(f"step {missing[0]} has no {computing} compute; choose from {available}")
     if asked is None and not available:
         raise ValueError(
-            "no step of this trace was timed; give computing='counted'"
+            "no step of this trace was timed; pass computing='counted'"
             if computing == "measured"
-            else "no step of this trace has counted operations (a replay has none, either); record "
+            else "no step of this trace has counted operations (replayed traces have none); record "
             "it with dry_run or record(detail_step=1), or replay it with computing='measured'"
         )
     return wanted

@@ -15,7 +15,7 @@ from labkit.trace.measures import main_dtype
 
 @dataclass(frozen=True)
 class OnCluster:
-    """The replay on one cluster, or the reason that the replay is impossible (`why_not`)."""
+    """The replay on one cluster, or the reason why it is impossible (`why_not`)."""
 
     name: str
     replayed: Trace | None = None
@@ -27,7 +27,7 @@ class OnCluster:
 def on_clusters(
     trace: Trace, clusters: Mapping[str, Cluster], computing: Computing = "counted"
 ) -> list[OnCluster]:
-    """Replay `trace` on each cluster; an impossible replay yields the reason."""
+    """Replay `trace` on each cluster; for an impossible replay, return the reason."""
     replays, dtype = [], main_dtype(trace)
     for name, cluster in clusters.items():
         try:

@@ -30,9 +30,9 @@ def what_if(
 
     Args:
         recorded: a trace with operations (`dry_run`), or a function that records a trace.
-        ranks: draw the first `ranks` ranks; every rank is replayed.
-        choices: arguments of the function `recorded`, each with a list of values. Every
-            combination is recorded at once; moving a slider only replays and redraws.
+        ranks: the number of ranks to draw; every rank is replayed.
+        choices: arguments of the function `recorded`, each with a list of values. All combinations
+            are recorded at the start; moving a slider only replays and redraws.
 
     Raises ValueError for choices without a function or without values, and for a trace that cannot
     be replayed; ImportError if ipywidgets is missing.
@@ -41,14 +41,14 @@ def what_if(
     >>> what_if(lambda mb: dry_run(train, mb, ranks=8), cluster("dgx-h100"), mb=(1, 5, 25))
     """
     if ranks < 1:
-        raise ValueError(f"ranks={ranks}: draw at least 1")
+        raise ValueError(f"ranks={ranks}: draw at least one rank")
     values = {}
     for name, given in choices.items():
         if isinstance(given, str) or not isinstance(given, Iterable):
-            raise ValueError(f"{name}={given!r}: give the values to choose from, as {name}=(1, 5)")
+            raise ValueError(f"{name}={given!r}: pass values to choose from, e.g. {name}=(1, 5)")
         values[name] = list(dict.fromkeys(given))
         if not values[name]:
-            raise ValueError(f"{name} has no values to choose from; give some, as {name}=(1, 5)")
+            raise ValueError(f"{name} has no values to choose from; pass some, e.g. {name}=(1, 5)")
     return WhatIf(_recordings(recorded, values), values, cluster, ranks)
 
 
@@ -58,13 +58,13 @@ def _recordings(
     if isinstance(recorded, Trace):
         if choices:
             raise ValueError(
-                f"{', '.join(choices)}: a recorded trace leaves no choice; give a "
-                "function that records one, as lambda bucket_mb: dry_run(train, bucket_mb, ranks=8)"
+                f"{', '.join(choices)}: a recorded trace has no choices; pass a function that "
+                "records one, e.g. lambda bucket_mb: dry_run(train, bucket_mb, ranks=8)"
             )
         _check_counted(recorded, "this trace")
         return {(): recorded}
     if not callable(recorded):
-        raise ValueError(f"what_if of {recorded!r}: give a trace, or a function that records one")
+        raise ValueError(f"what_if of {recorded!r}: pass a trace, or a function that records one")
     traces = {}
     for chosen in progress(list(product(*choices.values())), "record"):
         named = dict(zip(choices, chosen, strict=True))
@@ -81,7 +81,7 @@ def _check_counted(trace: Any, what: str) -> None:
         )
     if not any(rank.operations for rank in trace.ranks.values()):
         raise ValueError(
-            f"{what} has no counted operations (a replay has none, either), so it cannot be "
+            f"{what} has no counted operations (replayed traces have none), so it cannot be "
             "replayed; record it with dry_run or record(detail_step=1)"
         )
 

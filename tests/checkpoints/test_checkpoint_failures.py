@@ -245,7 +245,7 @@ BUILT: dict[str, Callable[[], Made]] = {
     ("after a step", "second layer frozen", "this optimizer has no second.bias, second.weight"),
     ("after a step", "wider on rank 0", "different models: parameter 0 is first.weight"),
     ("weights alone", "plain", "optimizer=None"),
-    ("in two groups", "plain", "are in one parameter group here but were in several"),
+    ("in two groups", "plain", "are in one parameter group here but were saved in several"),
 )
 def test_another_model_or_optimizer_is_refused_by_name_and_not_changed(
     there: str, here: str, words: str, world2: World, tmp_path: Path

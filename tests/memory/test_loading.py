@@ -252,9 +252,9 @@ test_a_formula_refuses_what_cannot_be = refusals(
     lambda wrong: wrong(),
     (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
     (lambda: predict.pipelined_loading_s([], []), "pass both times for each block"),
-    (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: give a whole"),
-    (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: give 0 or more"),
-    (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: give a whole"),
+    (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: pass a whole"),
+    (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: pass 0 or more"),
+    (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: pass a whole"),
 )
 
 

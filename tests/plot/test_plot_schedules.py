@@ -228,7 +228,7 @@ def test_a_run_by_another_schedule_is_refused() -> None:
     swapped = [[first[0], first[2], first[1], *first[3:]], second]
     words = "rank 0: action 1 of the schedule is B0, but the trace has forward"
     raises(words, by_microbatch, trace, swapped)
-    raises("give the schedule that was run", by_microbatch, trace, one_f_one_b(2, 4))
+    raises("pass the schedule that was run", by_microbatch, trace, one_f_one_b(2, 4))
     raises(r"3 stages, but the trace has ranks \[0, 1\]", by_microbatch, trace, one_f_one_b(3, 3))
     raises("named after a micro-batch", plot.schedule, trace)
 

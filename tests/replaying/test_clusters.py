@@ -99,7 +99,7 @@ NO_SOURCE = "give a number and its source"
 
 @cases(
     ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; choose from h200"),
-    ("nodes = 2", "nodes = 2.5", "nodes = 2.5; give a whole number"),
+    ("nodes = 2", "nodes = 2.5", "nodes = 2.5; it must be a whole number"),
     ("nodes = 2", "", "nodes = None"),
     ("nodes = 2", "nodes = true", "nodes = True"),
     ("devices = 2", "devices = 0", r"levels\[0\]: devices = 0"),
@@ -108,13 +108,13 @@ NO_SOURCE = "give a number and its source"
     (RATE, '[nan, "measured"]', NO_SOURCE),
     (RATE, '[true, "measured"]', NO_SOURCE),
     (RATE, f'[{10**400}, "measured"]', NO_SOURCE),
-    (RATE, '[0, "measured"]', "give more than 0"),
+    (RATE, '[0, "measured"]', "it must be greater than 0"),
     (RATE, '[12, "measured"]', "bytes_per_s = 12 is not plaus.*bytes per second, not"),
     (RATE, '[12e18, "measured"]', "bytes_per_s = 1.2e.19 is not plausible"),
     (DELAY, '[-1, "ping"]', r"levels\[1\]: latency_s = -1"),
     (DELAY, '[100, "ping"]', "latency_s = 100 .*seconds, not microseconds"),
-    (DELAY, f'{DELAY}\nreached = [75, "x"]', r"levels\[1\]: reached = 75; give a fraction, 1 at"),
-    (DELAY, f'{DELAY}\nreached = [0, "x"]', r"levels\[1\]: reached = 0; give more than 0"),
+    (DELAY, f'{DELAY}\nreached = [75, "x"]', r"levels\[1\]: reached = 75; it must be a fraction"),
+    (DELAY, f'{DELAY}\nreached = [0, "x"]', r"levels\[1\]: reached = 0; it must be greater than 0"),
     (f"latency_s = {DELAY}", "", rf"levels\[1\]: latency_s = None; {NO_SOURCE}"),
     ("title", "titel", "unknown name 'titel'; choose from device, levels, nodes, title"),
     ("[clusters.mine]", "[cluster.mine]", "unknown name 'cluster'; choose from clusters, dev"),
@@ -126,11 +126,11 @@ NO_SOURCE = "give a number and its source"
     ("[2e12", "[2000", "memory_bytes_per_s = 2000 .*bytes per second, not GB/s"),
     ("[312e12", "[312", "peak_flops: bfloat16 = 312 .*FLOP/s, not TFLOP/s"),
     ("[5e-6", "[5", "launch_s = 5 .*seconds, not microseconds"),
-    ("[5e-6", "[-5e-6", "launch_s = -5e-06; give more than 0"),
+    ("[5e-6", "[-5e-6", "launch_s = -5e-06; it must be greater than 0"),
     ('launch_s = [5e-6, "a guess"]', "", f"launch_s = None; {NO_SOURCE}"),
     ('peak_flops.bfloat16 = [312e12, "printed on it"]', "", "peak_flops: expected a table"),
-    ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no peak rate; give one"),
-    ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; give a fraction"),
+    ('.bfloat16 = [312e12, "printed on it"]', " = {}", "no peak rate; add one"),
+    ("[5e-6", '[5e-6, "x"]\nmatmul_reached = [1.2', "matmul_reached = 1.2; it must be a fraction"),
 )
 def test_an_error_in_a_file_is_named(was: str, then: str, message: str, tmp_path: Path) -> None:
     text = OWN if was in OWN else OWN.replace('"v100"', '"own"') + DEVICE

@@ -197,7 +197,7 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
             optimizers[1].step()
 
     raises("reads the value of a tensor .*shapes that depend on values", dry_run, chooses, ranks=2)
-    raises("step 1 has no forward: .* pass step=2", dry_run, two_optimizers, ranks=2)
+    raises("step 1 has no forward pass, .* pass step=2", dry_run, two_optimizers, ranks=2)
     assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
     raises("ran 1 training steps and has no step 1", dry_run, train, steps=1, ranks=2)
     raises("ranks=0; pass at least 1", dry_run, train, ranks=0)

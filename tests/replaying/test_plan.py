@@ -102,7 +102,7 @@ def test_where_no_layout_fits_it_is_reported_with_the_excess() -> None:
     raises(words, plan, giant, SELENE, ROWS, gpus=RANKS)
     empty = replace(SELENE, device=replace(SELENE.device, memory_bytes=0))
     raises("no layout fits", plan, GPT, empty, ROWS, gpus=RANKS)
-    wide, words = Sizes(200_000, 1, 1), "not one block of width 200000 for each stage fits"
+    wide, words = Sizes(200_000, 1, 1), "one block of width 200000 per stage does not fit"
     raises(words, largest_that_fits, wide, SELENE, 8, gpus=8)
 
 
@@ -172,7 +172,7 @@ def test_json_reads_back_as_the_same_plan_and_nothing_else_does(planned: Plan) -
     }  # fmt: skip
     assert written["gpus"] == RANKS and written["model"]["parameters"] == GPT.parameters
     for invalid in ("", "[]", "{}", '{"format": "other"}', '{"format": 3}'):
-        raises("not a plan that `Plan.to_json` wrote", Plan.from_json, invalid)
+        raises("not a plan from `Plan.to_json`", Plan.from_json, invalid)
     custom = replace(SELENE, name="custom")
     text = plan(GPT, custom, ROWS, gpus=RANKS, tp=8).to_json()
     raises("no cluster 'custom'", Plan.from_json, text)
@@ -184,9 +184,9 @@ def test_the_table_has_what_each_takes_holds_and_sends(planned: Plan) -> None:
     assert len(table.rows) == 3 and len(planned.table(None).rows) == len(planned.reports)
     row = dict(zip(table.heads, table.rows[0]))
     assert row["step s"] == f"{best.step_s:.2f}" and row["MFU"] == f"{best.mfu:.1%}"
-    assert row["GB held"] == f"{best.peak_bytes / 1e9:.1f}"
+    assert row["peak GB"] == f"{best.peak_bytes / 1e9:.1f}"
     assert row["tensor GB"] == f"{best.sent_bytes['tensor'] / 1e9:.1f}"
-    assert row["why it loses"] == "the best"
+    assert row["why it is slower"] == "the best"
     assert "<table>" in planned._repr_html_() and repr(planned) == repr(planned.table())
 
 
@@ -276,7 +276,7 @@ def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: P
     assert "on 8 × NVIDIA A100" in command(f"{asked} --top 1")
     text = path.read_text()
     for line, words in (
-        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; give more than 0"),
+        ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; it must be greater than 0"),
         ("", "memory_bytes = None; give a number and its source"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))

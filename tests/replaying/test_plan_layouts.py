@@ -66,15 +66,15 @@ test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     ({"dp": 5}, "dp=5: 1536 rows are not divisible by 5"),
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),
-    ({"tp": 0}, "tp=0: give a whole number, 1 or more"),
+    ({"tp": 0}, "tp=0: pass a whole number, 1 or more"),
     ({"tp": ()}, "tp has no values to choose from"),
     ({"zero": 3}, "zero=3: choose 0 or 1"),
     ({"recompute": "selective"}, "recompute='selective': choose none or full"),
     ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
     ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
     ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
-    ({"ranks": 0}, "ranks=0: give a whole number"),
-    ({"global_batch": -1}, "global_batch=-1: give a whole number"),
+    ({"ranks": 0}, "ranks=0: pass a whole number"),
+    ({"global_batch": -1}, "global_batch=-1: pass a whole number"),
     (
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
         "sequence=True: 7 positions are not divisible by tp",
@@ -132,9 +132,9 @@ BEST = step_of(Layout(tp=8, pp=2, dp=4), **AS_BEST, sent=SENT)
     (Layout(tp=1, pp=16, dp=4, chunks=2), {"pipeline": 1.25}, "pipeline",
      "messages between 32 model chunks on 16 stages are exposed for 11% of the step"),
     (Layout(tp=8, pp=2, dp=4, recompute="full"), {"compute": 10.6}, "compute",
-     "computes every block's forward twice: 10.60 s of computing instead of 8.00"),
+     "computes every block's forward twice: 10.60 s of compute instead of 8.00"),
     (Layout(tp=8, pp=2, dp=4, zero=0), {"optimizer": 0.4}, "optimizer",
-     "the optimizer takes 400 ms, the best's 0"),
+     "the optimizer takes 400 ms with zero 0 over dp 4 (best: 0 ms with zero 1 over dp 4)"),
 )  # fmt: skip
 def test_largest_difference_decides(layout: Layout, seconds: dict, part: str, words: str) -> None:
     best = replace(BEST, layout=replace(BEST.layout, zero=1))
@@ -149,8 +149,8 @@ def test_smaller_matmuls_are_reported_with_the_share_of_peak_they_reach() -> Non
     other = step_of(Layout(tp=8, dp=2, microbatch=1), compute=12, tensor=2, mfu=0.48 * 10 / 14)
     assert reached(best) == pytest.approx(0.6) and reached(other) == pytest.approx(0.4)
     assert why(best, other, SELENE) == (
-        "smaller matmuls: with tp 8 and b 1 they reach 40% of the peak, the best's with tp 4 and "
-        "b 4 60%"
+        "smaller matmuls: they reach 40% of the peak with tp 8 and b 1 (best: 60% with tp 4 and "
+        "b 4)"
     )
 
 
@@ -166,7 +166,7 @@ def test_recomputing_counts_as_computing_and_not_as_a_smaller_product() -> None:
 
 def test_equally_fast_layouts_differ_by_memory_and_nearly_equal_ones_say_so() -> None:
     twin = replace(BEST, layout=replace(BEST.layout, sequence=True), memory_bytes={"other": 3.5e9})
-    assert why(BEST, twin, SELENE) == "as fast; a device holds 2.5 GB more"
+    assert why(BEST, twin, SELENE) == "as fast; each device uses 2.5 GB more"
     assert why(BEST, BEST, SELENE) == "the best"
     near = step_of(Layout(tp=8, pp=1, dp=8), **AS_BEST | {"data": 0.28})
     assert why(BEST, near, SELENE).startswith("almost as fast: gradients of dp 8")
@@ -182,6 +182,6 @@ def test_a_tp_past_the_node_blames_the_wire_only_where_the_best_stays_inside() -
 def test_a_model_that_does_not_fit_is_reported_with_the_excess_and_the_largest_holder() -> None:
     assert sum(seconds(BEST).values()) == BEST.step_s and tuple(seconds(BEST)) == PARTS
     held = {"parameters": 20e9, "activations": 61e9, "gradients": 15.3e9}
-    assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0"
+    assert why_not(held, 80e9) == "does not fit: 96.3 GB of 80.0 GB, activations 61.0 GB"
     barely = why_not(held, sum(held.values()) - 2e7)
-    assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0"
+    assert barely == "does not fit: 96.300 GB of 96.280 GB, activations 61.0 GB"

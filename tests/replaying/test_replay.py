@@ -115,7 +115,7 @@ test_mismatched_programs_are_reported = refusals(
     ({0: [Wait("a")]}, "rank 0 waits for 'a', which no rank issues"),
     ({0: [reduce("a"), reduce("b"), Wait("b")], 1: [reduce("b")]},
      "on rank 0 is queued after 'a'; rank 0 must first run 'a', which rank 1 never"),
-    ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "but another rank"),
+    ({0: [reduce("a")], 1: [reduce("a", 2.0)]}, "but others issue"),
     ({0: [reduce("a", ranks=(1,))], 1: []}, "is not one of its ranks"),
     ({0: [reduce("a", ranks=(0,)), reduce("a", ranks=(0,))]}, "twice"),
     ({0: [Compute(-1.0)]}, "negative time"),
@@ -123,7 +123,7 @@ test_mismatched_programs_are_reported = refusals(
     ({0: [reduce("a", -1.0, ranks=(0,))]}, "negative time"),
     ({0: [reduce("a", ranks=(0, 7))]}, "rank 7 has no program"),
     ({0: [reduce("a", ranks=(0, 0))]}, "names a rank twice"),
-    ({0: ["oops"]}, "its program contains 'oops'"),
+    ({0: ["oops"]}, "the program contains 'oops'"),
 )  # fmt: skip
 
 

@@ -267,11 +267,11 @@ def test_every_combination_is_recorded_once() -> None:
 test_impossible_widgets_are_reported = widgets(
     refusals(
         lambda given, choices: replaying.what_if(given, POD, **choices),
-        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a recorded trace leaves no choice"),
+        (recorded(), {"bucket_mb": (1, 5)}, "bucket_mb: a recorded trace has no choices"),
         (recorded, {"buckets": ()}, "buckets has no values to choose from"),
-        (recorded, {"buckets": 5}, "buckets=5: give the values to choose from"),
-        (recorded, {"op": "all_reduce"}, "op='all_reduce': give the values"),
-        (3, {}, "what_if of 3: give a trace"),
+        (recorded, {"buckets": 5}, "buckets=5: pass values to choose from"),
+        (recorded, {"op": "all_reduce"}, "op='all_reduce': pass values"),
+        (3, {}, "what_if of 3: pass a trace"),
         (lambda x: x, {"x": (1,)}, "the recording with x=1 has type int, not Trace"),
         (replay(recorded(), POD), {}, "this trace has no counted operations"),
         (lambda x: Trace(), {"x": (1,)}, "the recording with x=1 has no counted operations"),

@@ -3,9 +3,9 @@
     stage 0   F0 F1 F2 │ .. B0 F3 │ .. B1 F4 │ ..  B2 ..      after warm-up, each round is
     stage 1      F0 F1 │ B0 F2 .. │ B1 F3 .. │                one forward and one backward
 
-Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they do so
-until cool-down. The simulation runs only some micro-batches and inserts this period for the rest:
-the times equal those of `labkit.replaying.engine`, but are found a hundred times faster.
+Once all stages repeat the rounds of c micro-batches earlier, shifted by a constant time, they keep
+repeating until cool-down. The simulation runs some micro-batches and inserts the period for all
+others. The times equal those of `labkit.replaying.engine`, but are computed a hundred times faster.
 
     waits       ├─ bubble: neighbor has not sent yet ─┼─ pipeline: message in flight ─┤
 """
@@ -29,7 +29,7 @@ class Timing:
     ended_s: Array  # [p] end of the last backward
     bubble_s: Array  # [p] total wait until ended_s for messages not yet sent
     pipeline_s: Array  # [p] total wait until ended_s for messages in flight
-    last_s: Array  # [p, v] begin of each chunk's last backward
+    last_s: Array  # [p, v] start of each chunk's last backward
 
 
 class _Compiled(NamedTuple):
@@ -37,7 +37,7 @@ class _Compiled(NamedTuple):
 
     before: list[int]  # the previous action on the same stage
     needed: list[int]  # the action that sends the input; 0: none
-    takes: list[int]  # index of the action's seconds, 2 x virtual stage + 1 for a backward
+    takes: list[int]  # index of the action's seconds: 2 x virtual stage, + 1 for a backward
     over: list[int]  # index of the input message's seconds; p: none
     of_stage: Array  # [p, 2mv] actions per stage, in order
     warm_up: Array  # [p] number of actions before the first round

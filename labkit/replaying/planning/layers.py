@@ -60,7 +60,7 @@ class LayerPass:
     # In order of time: ("compute", Operation), ("issue" or "wait", CommEvent), and ("gradient",
     # elements) for a completed gradient.
     events: tuple[tuple[str, Any], ...]
-    peak: Bytes  # peak, minus the bytes held before the forward or the step
+    peak: Bytes  # peak, minus the bytes in use before the forward pass or the optimizer step
 
     def all_of(self, kind: str) -> list[Any]:
         return [record for kind_of, record in self.events if kind_of == kind]
@@ -107,7 +107,7 @@ def record_layers(shapes: Sequence[Shape]) -> Layer:
 
 
 def _micro_batch(shapes: Sequence[Shape]) -> None:
-    """One rank's forward and backward. Gradients are preallocated, as in DDP's buckets."""
+    """One rank's forward and backward pass. Gradients are preallocated, as in DDP's buckets."""
     stage = _Stage(shapes)
     for parameter in stage.layers.parameters():
         parameter.grad = torch.zeros_like(parameter)

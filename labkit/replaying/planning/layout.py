@@ -6,7 +6,7 @@
 
 If an axis has one rank, its options (ZeRO, sequence parallelism, chunks) keep their defaults. By
 default, micro-batches and chunks are powers of two, and a micro-batch has one row or at most 16,384
-positions, where a matmul in tiles of 128 reaches 99 % of its speed (arXiv 2104.04473, section 3.4).
+positions, with which a matmul in tiles of 128 reaches 99 % of full speed (arXiv 2104.04473, 3.4).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -119,12 +119,12 @@ def layouts(
     sequence: bool | None = None,
     recompute: str | Iterable[str] | None = None,
 ) -> list[Layout]:
-    """Every layout of `ranks` ranks that divides model and batch, even if it exceeds memory.
+    """Every layout of `ranks` ranks that divides the model and the batch, even if it does not fit.
 
     Args:
         global_batch: rows per step, over all replicas.
         tp, pp, dp, microbatch, chunks, zero, recompute ("none", "full"): one allowed value, or
-            several; if None, every valid value (microbatch and chunks: powers of two, as above).
+            several; if None, every valid value (for microbatch and chunks, every power of two).
         sequence: with or without sequence parallelism; both if None.
 
     Raises ValueError for an invalid value, or if no layout remains (naming the nearest rank counts
@@ -143,9 +143,8 @@ def layouts(
     for stage in wanted["zero"]:
         if stage not in ZERO_STAGES:
             raise ValueError(
-                f"zero={stage}: choose {_either(ZERO_STAGES)}. Stages 2 and 3 shard "
-                "gradients and parameters, which a pipeline needs whole for each of its "
-                "micro-batches"
+                f"zero={stage}: choose {_either(ZERO_STAGES)}. Stages 2 and 3 shard gradients and "
+                "parameters, which a pipeline needs unsharded in every micro-batch"
             )
     of_ranks = list(_of_ranks(sizes, ranks, global_batch, wanted))
     if not of_ranks:
@@ -215,7 +214,7 @@ def several(given: Any) -> tuple[Any, ...]:
 def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, ...]:
     numbers = several(given)
     if given is not None and not numbers:
-        raise ValueError(f"{name} has no values to choose from; give some, or leave it out")
+        raise ValueError(f"{name} has no values to choose from; pass some, or omit it")
     for number in numbers:
         check_counts(**{name: number})
         if whole % number:
@@ -250,6 +249,6 @@ def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> s
 
 
 def _either(numbers: Iterable[int]) -> str:
-    """As "1, 2 or 4"."""
+    """The values as text, for example "1, 2 or 4"."""
     *rest, last = [str(number) for number in numbers]
     return f"{', '.join(rest)} or {last}" if rest else last

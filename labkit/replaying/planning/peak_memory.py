@@ -3,7 +3,7 @@
     states        2 + 2 + 12 bytes per parameter; ZeRO shards the 12 over dp
     in flight     bytes that layers keep per micro-batch, from its forward to its backward
     working       temporary peak of a layer or the optimizer, e.g. logits or a recomputed block
-    messages      one being sent and one received early
+    messages      one message being sent and one received early
     tied          a second copy of ZeRO's tied-embedding gradient shard, on both end stages
 
 The batch of tokens and the device's software (CUDA context, libraries) are not counted.

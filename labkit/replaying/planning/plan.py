@@ -17,7 +17,7 @@ AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "microbatch": "micro-bat
 SENT_AXES = ("tensor", "pipeline", "data")
 HEADS = (
     "", "tp", "pp", "dp", "b", "chunks", "zero", "seq", "recompute", "step s", "MFU",
-    "bubble", "exposed", "GB held", "tensor GB", "pipeline GB", "data GB", "why it loses",
+    "bubble", "exposed", "peak GB", "tensor GB", "pipeline GB", "data GB", "why it is slower",
 )  # fmt: skip
 
 
@@ -53,10 +53,10 @@ class Fit:
             f"{sizes.width}) on {layout.ranks} device{'s' * (layout.ranks > 1)}"
         )
         if self.fits:
-            return f"{model}: fits, as {described(layout)}, with {held:.1f} GB of {budget:.1f} GB"
+            return f"{model}: fits with {described(layout)}: {held:.1f} GB of {budget:.1f} GB"
         return (
-            f"{model}: does not fit; {described(layout)} holds the least, {held:.1f} GB of "
-            f"{budget:.1f} GB, {held - budget:.1f} GB too much"
+            f"{model}: does not fit; the lowest peak is {held:.1f} GB with {described(layout)}, "
+            f"but the limit is {budget:.1f} GB: {held - budget:.1f} GB too much"
         )
 
     def table(self) -> Table:
@@ -97,13 +97,13 @@ class Plan:
         """The report of a layout. Raises ValueError if the layout does not fit or is unknown."""
         if layout in self._reports:
             return self._reports[layout]
-        reason = "is not in this plan; its layouts are plan.layouts"
+        reason = "is not in this plan; choose one of plan.layouts"
         if layout in self._too_large:
             reason = self.why(layout)
         raise ValueError(f"{described(layout)} {reason}")
 
     def why(self, layout: Layout) -> str:
-        """One sentence: why the layout is slower than the best, or that its peak exceeds memory."""
+        """One sentence that says why the layout is slower than the best or does not fit."""
         if large := self._too_large.get(layout):
             return why_not(large.memory_bytes, self.budget_bytes, large.at_least)
         return why(self.best, self.report(layout), self.cluster)
@@ -117,7 +117,7 @@ class Plan:
         return {large.layout: large for large in self.too_large}
 
     def fastest(self, choice: str) -> dict[Any, StepReport]:
-        """The fastest layout per value of a field such as "tp" or "microbatch"."""
+        """The fastest layout for each value of a field such as "tp" or "microbatch"."""
         if choice not in Layout.__dataclass_fields__:
             fields = ", ".join(Layout.__dataclass_fields__)
             raise ValueError(f"{choice!r} is not a field of a layout; choose one of {fields}")
@@ -127,9 +127,9 @@ class Plan:
         return dict(sorted(fastest.items()))
 
     def trades(self, near: int | None = None) -> Table:
-        """The fastest layout per value of tp, pp, dp and micro-batch, and why it loses: the
-        takeaways of arXiv 2104.04473, section 3, for this model. `near`: show this many values on
-        either side of the best, and the first tp beyond one node; every value if None."""
+        """The fastest layout for each tp, pp, dp and micro-batch, and why it is slower than the
+        best: the takeaways of arXiv 2104.04473, section 3, for this model. `near`: show this many
+        values on either side of the best, and the first tp beyond one node; None: every value."""
         rows: list[tuple[str, ...]] = []
         node = self.cluster.devices_per_node
         for choice, name in AXES.items():
@@ -143,10 +143,10 @@ class Plan:
                     rows.append(
                         (name, str(value), described(report.layout), times, self.why(report.layout))
                     )
-        return Table(("", "", "the fastest with it", "step", "why it loses"), rows)
+        return Table(("", "", "fastest layout", "step", "why it is slower"), rows)
 
     def table(self, top: int | None = 10) -> Table:
-        """The `top` fastest layouts (None: every layout that fits). Exposed: summed over axes."""
+        """The `top` fastest layouts, or all that fit if None. "exposed" is the sum over axes."""
         rows = []
         for place, report in enumerate(self.reports[:top], 1):
             layout, exposed_s = report.layout, report.tensor_s + report.pipeline_s + report.data_s
@@ -220,5 +220,5 @@ class Plan:
             )
             name, *rest = (parsed[key] for key in ("cluster", "budget_bytes", "took_s"))
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"this is not a plan that `Plan.to_json` wrote: {error}") from None
+            raise ValueError(f"this is not a plan from `Plan.to_json`: {error}") from None
         return Plan(cluster or find_cluster(name), reports, large, *rest)

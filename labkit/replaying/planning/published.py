@@ -109,8 +109,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fitted constants and predicted seconds per row, each with its 90 % interval; also predictions
-    from fits that exclude the models of a row's width, or the row's layout."""
+    """Fitted constants and predicted seconds per row, each with a 90 % interval, and predictions
+    from fits that exclude all models of a row's width, or the row's layout."""
 
     constants: dict[str, tuple[float, float, float]]
     rows: tuple[Row, ...]

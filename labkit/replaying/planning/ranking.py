@@ -1,12 +1,12 @@
-"""`labkit plan`: the layouts that fit, fastest first, and why each slower layout loses.
+"""`labkit plan`: the layouts that fit, fastest first, and why the other layouts are slower.
 
     layouts(...)  ──>  lower bound  ──>  a replayed step  ──>  ranked, with reasons
     valid layouts      on memory         seconds, peak         `Plan`
                             └─── over a device's memory ─┴──> `too_large`
 
-The lower bounds are formulas without temporary tensors: they never overestimate, and rule out most
-layouts that do not fit. All layouts share one `Costs`, which caches stage times: a thousand layouts
-need a few dozen recordings.
+The lower bounds are formulas that ignore temporary tensors. They never overestimate, yet rule out
+most layouts that do not fit. All layouts share one `Costs`, which caches stage times, so a thousand
+layouts need only a few dozen recordings.
 """
 
 import time
@@ -49,7 +49,7 @@ def plan(
         max_memory_bytes: memory limit per device; the device's memory if None.
         constraints: tp, pp, dp, microbatch, chunks, zero, sequence, recompute, as for `layouts`.
 
-    Raises ValueError if no layout exists (naming valid rank counts) or fits (with the shortfall).
+    Raises ValueError, with valid rank counts if no layout exists, or the shortfall if none fits.
 
     >>> plan(Sizes(12288, 96, 96), cluster("selene"), 1536, gpus=1024).best.layout.in_words
     """
@@ -84,7 +84,7 @@ def fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """Whether a model fits, in the layout with the lowest peak. Arguments as for `plan`."""
+    """Whether a model fits in the layout with the lowest peak memory. Arguments as for `plan`."""
     bounds = _bounds(sizes, cluster, global_batch, gpus, constraints)
     budget_bytes = _budget(cluster, max_memory_bytes)
     return _lowest_peak(sizes, bounds, budget_bytes, reporter(cluster, global_batch))
@@ -99,13 +99,13 @@ def largest_that_fits(
     max_memory_bytes: float | None = None,
     **constraints: Any,
 ) -> Fit:
-    """The deepest model of this width that fits, by bisection per layout; the depth of `sizes` is
-    ignored. Arguments as for `plan`, but by default one row per micro-batch and one chunk per
-    stage, which need the least memory. Raises ValueError if not even one block per stage fits."""
+    """The deepest model of this width that fits, found by bisection in each layout; the depth of
+    `sizes` is ignored. Arguments as for `plan`, but by default one row per micro-batch and one
+    chunk per stage, for the least memory. Raises ValueError if one block per stage does not fit."""
     ranks, budget_bytes = _devices(cluster, gpus), _budget(cluster, max_memory_bytes)
     report_of = reporter(cluster, global_batch)
     chosen = {"microbatch": 1, "chunks": 1, **constraints}
-    # A depth divisible by every stage count, so that `layouts` excludes no stage count.
+    # A depth divisible by every stage count, so that `layouts` excludes none of them.
     depth = lcm(ranks, *several(chosen.get("pp")), *several(chosen["chunks"]))
 
     def most_blocks(layout: Layout) -> int:
@@ -133,8 +133,8 @@ def largest_that_fits(
             best = report
     if best is None:
         raise ValueError(
-            f"not one block of width {sizes.width} for each stage fits into "
-            f"{budget_bytes / 1e9:.1f} GB on {ranks} devices; choose a smaller width or vocabulary"
+            f"one block of width {sizes.width} per stage does not fit in {budget_bytes / 1e9:.1f} "
+            f"GB per device on {ranks} devices; choose a smaller width or vocabulary"
         )
     return Fit(best, budget_bytes)
 

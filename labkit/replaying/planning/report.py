@@ -59,7 +59,7 @@ def reached(report: StepReport) -> float:
 
 
 def cause(best: StepReport, other: StepReport) -> str:
-    """The part of the step by which `other` exceeds `best` the most."""
+    """The part of the step in which `other` exceeds `best` the most."""
     ours, theirs = seconds(best), seconds(other)
     return max(PARTS, key=lambda part: theirs[part] - ours[part])
 
@@ -71,7 +71,7 @@ def why(best: StepReport, other: StepReport, cluster: Cluster) -> str:
     slower = other.step_s / best.step_s - 1
     if slower <= AS_FAST:
         more = (other.peak_bytes - best.peak_bytes) / GB
-        return f"as fast; a device holds {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
+        return f"as fast; each device uses {abs(more):.1f} GB {'more' if more >= 0 else 'less'}"
     reason = _reason(cause(best, other), best, other, cluster)
     return f"almost as fast: {reason}" if slower <= ALMOST_AS_FAST else reason
 
@@ -83,7 +83,7 @@ def why_not(memory_bytes: Mapping[str, float], budget_bytes: float, at_least: bo
     digits = 1 if f"{peak:.1f}" != f"{budget:.1f}" else 3
     return (
         f"does not fit: {'at least ' * at_least}{peak:.{digits}f} GB of {budget:.{digits}f} GB, "
-        f"{largest} {memory_bytes[largest] / GB:.1f}"
+        f"{largest} {memory_bytes[largest] / GB:.1f} GB"
     )
 
 
@@ -95,9 +95,9 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
             return _compute_reason(best, other)
         case "optimizer":
             return (
-                f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms, the best's "
-                f"{best.optimizer_s * 1e3:,.0f}: zero {layout.zero} over dp {layout.dp}, "
-                f"not zero {best.layout.zero} over dp {best.layout.dp}"
+                f"the optimizer takes {other.optimizer_s * 1e3:,.0f} ms with zero {layout.zero} "
+                f"over dp {layout.dp} (best: {best.optimizer_s * 1e3:,.0f} ms with zero "
+                f"{best.layout.zero} over dp {best.layout.dp})"
             )
         case "bubble":
             return (
@@ -123,23 +123,23 @@ def _reason(part: str, best: StepReport, other: StepReport, cluster: Cluster) ->
 
 
 def _compute_reason(best: StepReport, other: StepReport) -> str:
-    again_s = other.compute_s / 4  # the second forward: a quarter of the computing
+    again_s = other.compute_s / 4  # the second forward pass: a quarter of the compute time
     if (
         other.layout.recompute == "full"
         and best.layout.recompute == "none"
         and again_s > (other.compute_s - best.compute_s) / 2
     ):
         return (
-            f"computes every block's forward twice: {other.compute_s:.2f} s of computing "
+            f"computes every block's forward twice: {other.compute_s:.2f} s of compute "
             f"instead of {best.compute_s:.2f}"
         )
     ours, theirs = reached(best), reached(other)
     if theirs >= ours:
-        return f"computes longer: {other.compute_s:.2f} s, the best {best.compute_s:.2f}"
+        return f"computes for longer: {other.compute_s:.2f} s (best: {best.compute_s:.2f})"
     choices, bests = (f"tp {x.layout.tp} and b {x.layout.microbatch}" for x in (other, best))
     return (
-        f"smaller matmuls: with {choices} they reach {theirs:.0%} of the peak, the "
-        f"best's with {bests} {ours:.0%}"
+        f"smaller matmuls: they reach {theirs:.0%} of the peak with {choices} (best: {ours:.0%} "
+        f"with {bests})"
     )
 
 

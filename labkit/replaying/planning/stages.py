@@ -48,7 +48,7 @@ class VirtualStage:
     """Layers in order, as (shape, number of consecutive layers)."""
 
     layers: tuple[tuple[Shape, int], ...]
-    tied_elements: int = 0  # of a head tied to an embedding on the same rank
+    tied_elements: int = 0  # elements of a head tied to an embedding on the same rank
 
     def __iter__(self) -> Iterator[Shape]:
         for shape, count in self.layers:
@@ -102,9 +102,9 @@ def rank_groups(
     pp: int, dp: int, tp: int, axis: str, stages: tuple[int, ...], per_node: int
 ) -> Groups:
     """Groups of ranks along an axis of Mesh(pp, dp, tp), on nodes of `per_node` ranks: one group
-    per distribution over nodes, as equally distributed groups take equal times. Groups along "tp"
-    or "dp" are within one stage; groups along "pp" contain one rank per stage. Ranks count from
-    their group's first node, so that stages with equal placement share a cached result."""
+    per distribution over nodes, because equally distributed groups take equal times. Groups along
+    "tp" or "dp" are within one stage; groups along "pp" contain one rank per stage. Ranks count
+    from the group's first node, so that stages with equal placement share a cached result."""
     mesh = {"pp": pp, "dp": dp, "tp": tp}
     members = stages if axis == "pp" else range(mesh[axis])
     others = [other for other in ("dp", "tp") if other != axis]
@@ -183,7 +183,7 @@ def _pass_seconds(
 
 
 def update_seconds(chunks: Sequence[VirtualStage], costs: Costs, shards: int) -> float:
-    """Seconds of the optimizer step on 1/`shards` of a stage: AdamW is elementwise."""
+    """Seconds of an optimizer step (AdamW) in which the rank updates 1/`shards` of its elements."""
     seconds = 0.0
     for chunk in chunks:
         for layer, count in chunk.recorded():

@@ -2,7 +2,7 @@
 
     last backward   ████████████│           │
     data                 [bucket][bucket][b]│            all-reduces, or ZeRO's reduce-scatters
-    tied                                    [embedding]   on end stages; with ZeRO a shard
+    tied                                    [embedding]   on end stages; with ZeRO, a shard
     optimizer                                          ███
     data                                                  [parameters]   ZeRO's all-gather
 
@@ -118,8 +118,8 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
     if layout.chunks > 1 and (layout.pp == 1 or layout.microbatches(global_batch) % layout.pp):
         raise ValueError(
             f"chunks={layout.chunks} with pp={layout.pp} and {layout.microbatches(global_batch)} "
-            "micro-batches: interleaved 1F1B needs several stages, and micro-batches in whole "
-            "groups of pp"
+            "micro-batches: interleaved 1F1B needs several stages, and a number of micro-batches "
+            "divisible by pp"
         )
     if sizes.heads % layout.tp:
         raise ValueError(
@@ -133,7 +133,7 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
     if layout.zero not in ZERO_STAGES:
         raise ValueError(
             f"zero={layout.zero}: choose 0 (DDP) or 1; stages 2 and 3 communicate in every "
-            "micro-batch (labkit.predict.bytes_by_axis counts that)"
+            "micro-batch (labkit.predict.bytes_by_axis counts those bytes)"
         )
     if layout.recompute not in RECOMPUTE:
         raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")

@@ -39,7 +39,7 @@ def step_report(
     costs: Costs | None = None,
     core: str = "fused",
 ) -> StepReport:
-    """One step of the model on `global_batch` rows.
+    """Report the time, memory and bytes sent of one step on `global_batch` rows.
 
     Args:
         costs: custom costs on the same cluster, or a `Costs(cluster)` shared by many layouts.
@@ -74,7 +74,7 @@ def _sent_bytes(model: StepModel) -> dict[str, float]:
     """Bus bytes per step and axis, for the rank that sends the most."""
     layout, pp, m = model.layout, model.layout.pp, model.microbatches
     last = pp * layout.chunks - 1
-    # Every virtual stage but the last sends forward; every one but the first sends backward.
+    # All virtual stages but the last send activations; all but the first send gradients.
     sends = [sum((v > 0) + (v < last) for v in range(stage, last + 1, pp)) for stage in range(pp)]
     tensor: float = m * max(sum(chunk.sent_bytes for chunk in chunks) for chunks in model.stages)
     if layout.gathers_messages:
@@ -104,7 +104,7 @@ def step_trace(
     core: str = "fused",
 ) -> Trace:
     """The trace of a step; arguments and errors as in `step_report`. In every stage, the rank with
-    dp 0, tp 0 represents the other ranks (RankTrace.alike). Micro-batch spans include
+    dp 0 and tp 0 represents the other ranks (RankTrace.alike). Micro-batch spans include
     tensor-parallel collectives. Building the trace takes about 20 µs per action of the schedule."""
     model = StepModel(sizes, layout, global_batch, cluster, costs, core)
     timing = model.timing()

@@ -12,7 +12,7 @@ from labkit.plot.style import MEASURED
 
 
 def show_stored(what: str, folder: Path = RESULTS) -> None:
-    """Display one picture per file of `what`, "precision" or "transfers"; print a sentence if there
+    """Display one picture per file of `what`, "precision" or "transfers"; print a message if there
     is no file. Raises ValueError for any other `what`."""
     if what not in DRAWN:
         raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")

@@ -19,7 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over turns: until the data arrives (`done_s`) or the call returns (`returned_s`)."""
+    """Medians of the turns: `done_s` until the data arrives, `returned_s` until the call ends."""
 
     way: Transfer
     numel: int
@@ -45,8 +45,8 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """Rates from one-part transfers (inside a memory, or over a bus without staging); the fastest
-    transfer sets each rate. `paced_gbps`: a paced bus's rate, in gigabits per second."""
+    """Rates from transfers of one part (inside a memory, or over a bus without staging). The
+    fastest transfer sets each rate. `paced_gbps`: the rate of a paced bus, in Gbit/s."""
     rates: dict[tuple[str, str], float] = {}
     for x in measured:
         part, *others = x.way.parts(x.numel)
@@ -80,7 +80,7 @@ class Rig:
 
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
-            raise ValueError(f"{way}: needs a paced bus; pass measure(..., bus=Bus(gbps=16))")
+            raise ValueError(f"{way}: this needs a paced bus; call measure(..., bus=Bus(gbps=16))")
         self.way, self.bus = way, bus
         sent = way.dtype if way.cast == "after" else way.to
         self.source = buffers("source", way.source, way.dtype, way.pinned)

@@ -35,15 +35,15 @@ class DynamicScale:
                 "leave the device out: GradScaler(init_scale=65536.0)"
             )
         ranges = {
-            "scale": (0 < self.scale < inf, "finite and more than 0; 65536 is usual"),
-            "growth_factor": (1 < self.growth_factor < inf, "more than 1; 2 is usual"),
+            "scale": (0 < self.scale < inf, "a finite number above 0; 65536 is usual"),
+            "growth_factor": (1 < self.growth_factor < inf, "a number above 1; 2 is usual"),
             "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1; 0.5 is usual"),
             "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
             "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
         }
         for name, (is_valid, expected) in ranges.items():
             if not is_valid:
-                raise ValueError(f"GradScaler: {name}={getattr(self, name)}: {expected}")
+                raise ValueError(f"GradScaler: {name}={getattr(self, name)}; expected {expected}")
         self.scale = _fp32(self.scale)
         self.skipped = self.skipped_in_a_row = 0  # steps
 

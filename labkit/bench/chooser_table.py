@@ -92,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """The algorithm that supports any call with the lowest mean time, relative to the fastest."""
+    """The algorithm with the lowest mean time relative to the fastest, among those for any call."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

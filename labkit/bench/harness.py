@@ -103,7 +103,7 @@ def seconds_of(
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
     """Mean seconds per step of `count` consecutive steps, from the end of `before()` to the end of
-    `after()`: these calls may be barriers of the ranks, or GPU synchronizations."""
+    `after()`. Both calls may be rank barriers or GPU synchronizations."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):

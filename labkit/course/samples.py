@@ -69,6 +69,6 @@ def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
         fail(
             f"rank {rank} returned {brief(counts)}, which does not split {gradients} gradients "
             "into buckets.",
-            expected=f"a list of integers above 0 with the sum {gradients}",
+            expected=f"a list of positive integers that sum to {gradients}",
             hint="The first number counts the gradients of the first bucket, in backward's order.",
         )

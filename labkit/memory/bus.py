@@ -78,7 +78,7 @@ class Bus:
 
     def __init__(self, gbps: float = inf, latency_us: float = 0.0):
         self.link = Link(gbps, latency_us)
-        self.moved_bytes = 0  # of all copies so far
+        self.moved_bytes = 0  # of all copies and reads so far
         self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one choice for one block; `need_bytes` counts from the level before its forward."""
+    """Cost of one choice for one block; `need_bytes` counts from the level before the forward."""
 
-    kept_bytes: int  # from its forward to its backward
+    kept_bytes: int  # from the block's forward to its backward
     need_bytes: int  # the peak, including kept_bytes
-    again_flops: int = 0  # computed a second time
+    again_flops: int = 0  # recomputed in backward
     moved_bytes: int = 0  # to the host, and back in backward
 
 
@@ -38,7 +38,7 @@ class Costs:
     before_bytes: int = 0  # the level before the first block: weights, optimizer state
     head_bytes: int = 0  # the peak above the last level, before the last block's backward
     after_bytes: int = 0  # the peak above the first level, after the first block's backward
-    leaving_bytes: int = 0  # the most in flight to the host, if any block offloads
+    leaving_bytes: int = 0  # the most bytes in flight to the host, if any block offloads
     step_flops: int = 0  # of a step without recomputation
 
 

@@ -1,7 +1,7 @@
 """The conditions under which a forward is rerun: random state, autocast and function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
-               fn(...)                               a dropout draws
+               fn(...)                               dropout draws a mask
                conditions.forget_unused()            drops states of generators that drew nothing
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                after the block                       the generators continue as before

@@ -10,7 +10,7 @@
 Only the modules' `forward` methods change; names, parameters, hooks and checkpoints stay the same.
 So any strategy works, whether it wraps the model before or after the edit.
 
-Source: Korthikanti et al., arXiv 2205.05198, section 5 (sequence s, batch b, width h, a heads).
+Source: Korthikanti et al., arXiv 2205.05198, section 5 (b sequences of s tokens, width h, a heads).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +43,8 @@ def recompute(
             Side effects happen twice; BatchNorm, for example, counts a batch twice.
         policy: `policy(op) -> bool`; True also keeps the results of `op`.
         preserve_rng: restore torch's default generators, so that dropout draws the same masks.
-        check: "shapes" compares number, shapes, dtypes and devices of the tensors that both runs
-            save, "values" also their elements, which takes time; "none" compares nothing.
+        check: "shapes" compares the number, shapes, dtypes and devices of the tensors that both
+            runs save; "values" also compares elements, which takes time; "none" compares nothing.
 
     Gradients are the same as without recompute, bit for bit if the same kernels run. Calls may
     nest, and backward may run several times. Raises ValueError if `fn` changes an input or behaves

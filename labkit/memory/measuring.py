@@ -126,7 +126,7 @@ def choose_activations(
 
 @dataclass
 class _Interval:
-    held_bytes: int = 0  # when it begins
+    held_bytes: int = 0  # at the start of the interval
     peak_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
@@ -141,7 +141,7 @@ class _Marks(PeakMemory):
         super().__init__()
         self.intervals: dict[str, _Interval] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now, self._moved_bytes = _Interval(), 0  # since, and until, the last mark
+        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; bytes moved before it
         self._old, self._offload = old, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

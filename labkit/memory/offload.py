@@ -45,7 +45,7 @@ def offload_activations(
         model: its parameters stay; only tensors on its device move.
         link: on a CPU, the speed of the simulated bus; None: memory speed.
         smallest_bytes: smaller tensors stay.
-        in_flight: the most tensors in flight per direction; forward waits rather than exceed it.
+        in_flight: the most tensors in flight per direction; at this limit, forward waits.
         host_bytes: size of the host block, allocated once; tensors that do not fit stay.
         bus: used in place of the device's bus.
 
@@ -137,7 +137,7 @@ class Offload:
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "HostCopy | None":
-        """The host copy of the storage of `x`, new or from an earlier tensor; None if no room."""
+        """The host copy of the storage of `x`, new or from an earlier tensor; None if too large."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
@@ -218,7 +218,7 @@ class HostCopy:
             self._trip = self._bus.copy(self._here, self._host)
 
     def use(self) -> torch.Tensor:
-        """Return the bytes on the device, and drop them after the last ticket's use."""
+        """Return the bytes on the device, and drop them after the last use of a ticket."""
         flat = self._here
         assert flat is not None, "fetch() precedes use()"
         if self._seen is None:
@@ -233,7 +233,7 @@ class HostCopy:
         return flat
 
     def __del__(self) -> None:
-        self._buffer.give_back(self._host)  # even in flight: copies run in order
+        self._buffer.give_back(self._host)  # safe in flight: copies run in order
 
 
 def _changed() -> RuntimeError:

@@ -13,7 +13,7 @@ from labkit.memory.conditions import tensors_in
 
 
 class PeakMemory(DispatchMode):
-    """Counts the bytes of tensors created inside the `with` block, on any device, also by backward.
+    """Counts the bytes of tensors created inside the `with` block, on any device, even in backward.
 
     `held_bytes`: the memory in use now; `peak_bytes`: its maximum, updated after each op. Views,
     tensors created before the block and offloaded tensors do not count."""

@@ -79,7 +79,7 @@ class Kept:
             if kept is None:
                 return op(*args, **kwargs)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self.results[op][call] = None  # not retained: free the result, too
+                self.results[op][call] = None  # the graph is freed, and so is the result
             return self._value(op, kept)
 
         return _Mode(serve)

@@ -20,9 +20,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory saved for backward, described by the first saved tensor in it and its module."""
+    """Memory saved for backward, described by the first saved tensor that uses it."""
 
-    module: str  # path of the innermost module: "attn.q", or "" for the outermost
+    module: str  # path of the running module: "attn.q", or "" for the outermost
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int  # of the whole storage

@@ -30,7 +30,7 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time each transfer of `numel` elements, in turns, after a warm-up; on GPUs with CUDA events.
+    """Time each transfer of `numel` elements, in turns, after a warm-up. CUDA events time GPUs.
     Transfers share preallocated buffers. Raises ValueError for a paced transfer without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
@@ -76,7 +76,7 @@ class Buffers:
 
 
 class Rig:
-    """One way to transfer a tensor, with its buffers, allocated once."""
+    """One way to transfer a tensor, and its buffers, which are allocated once."""
 
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:

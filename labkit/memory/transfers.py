@@ -29,10 +29,10 @@ PACED = "paced"  # a place: CPU memory that is reachable only over a paced `Bus`
 
 class Part(NamedTuple):
     """A step of a transfer. `what`: "cast", "copy" (inside a memory), "stage" (a copy into the
-    driver's pinned buffer) or "bus". `nbytes`: read and written in a memory, or sent over a bus."""
+    driver's pinned buffer) or "bus". `nbytes`: bytes read and written, or sent over a bus."""
 
     what: str
-    where: str  # a place, or for a bus "cpu → cuda:0"
+    where: str  # a place or, for a bus, "cpu → cuda:0"
     nbytes: int
 
 

@@ -36,7 +36,7 @@ class Fp32Gradients(NotCopyable):
     >>> optimizer.step()  # MasterWeights, or any optimizer that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError if no parameter is trainable or any is wider than fp32; in backward, if a
+    Raises ValueError if no parameter is trainable or one is wider than fp32; in backward, if a
     strategy synchronizes the gradients or `comm` lacks any of the strategy's ranks."""
 
     copy_advice = "create one for the copied model's parameters"
@@ -68,7 +68,7 @@ class Fp32Gradients(NotCopyable):
         if getattr(owner, "_synchronize", owner is not None):
             raise ValueError(
                 f"a {type(owner).__name__} sends these gradients as soon as they are ready; with "
-                "DDP run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
+                "DDP, run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
                 "ZeRO accumulates its own shards"
             )
         replicas: Comm | None = getattr(owner, "comm", None)

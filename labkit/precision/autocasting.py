@@ -6,8 +6,8 @@
 
 A function mode casts each op's inputs according to the device's policy (op_policy.py). Autograd
 reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
-copy lives until the region ends: 4 bytes per element for the weight, 4 for its gradient, 2 for the
-copy. The region also enables torch's autocast, which casts the ops inside one call (einsum).
+copy lives until the region ends. A weight's element takes 4 bytes, plus 4 in the gradient and 2 in
+the copy. The region also enables torch's autocast, which casts the ops inside a call of einsum.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -55,7 +55,7 @@ class autocast(ContextDecorator):
         self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return a new region for each decorated call: threads may call it at the same time."""
+        """Return a new region for each call of a decorated function, for use by several threads."""
         return autocast(self.dtype, self.device_type, enabled=self.enabled)
 
     def __enter__(self) -> None:
@@ -152,7 +152,7 @@ def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The dispatcher's op name: "matmul" for x @ y. In-place ops (`exp_`) are on no list."""
+    """The dispatcher's op name: "matmul" for x @ y. In-place ops (`exp_`) are in no policy."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError for an unsupported device or dtype, or if no matmul in `dtype` can run."""
+    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmul."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

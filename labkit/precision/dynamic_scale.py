@@ -82,8 +82,8 @@ class DynamicScale:
         if not isinstance(state, dict) or set(state) != set(known):
             names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
             raise ValueError(
-                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this one "
-                f"has {names}"
+                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this "
+                f"state has {names}"
             )
         loaded = DynamicScale(**state)
         for name in known:

@@ -119,8 +119,8 @@ class Fp8Linear(nn.Module):
     by its amax, or by the largest amax of `history` previous calls. `simulate`: round to 8 bits and
     multiply in fp32; None: simulate unless the device is a GPU.
 
-    Raises ValueError if the GPU has no 8-bit matmuls (compute capability 8.9) and `simulate` is not
-    set; in backward, if recompute reruns a forward that uses `history`."""
+    Raises ValueError without `simulate` if the GPU has no 8-bit matmuls (they need compute
+    capability 8.9); in backward, if recompute reruns a forward that uses `history`."""
 
     def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from labkit.precision.autocasting import tensors_in
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Describe the first NaN or inf in `model(*args, **kwargs)`; return None if all are finite.
+    """Describe the first NaN or inf in `model(*args, **kwargs)`, or return None if there is none.
 
     Checks arguments, parameters and buffers, then each module's inputs and outputs in one forward
     without gradients; restores buffers and random state. Call it in the autocast region of training

@@ -56,7 +56,7 @@ LOSSES = _ops("""
     nll_loss nll_loss2d nll_loss_nd cross_entropy_loss binary_cross_entropy_with_logits
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss
-""")  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss calls it
+""")  # nll_loss_nd is nll_loss with any number of dimensions; cross_entropy_loss calls it
 
 CPU = OpPolicy(
     low=MATMULS

@@ -195,9 +195,9 @@ def test_foreign_state_is_refused_and_changes_nothing() -> None:
     scaler = GradScaler(init_scale=4.0)
     before = scaler.state_dict()
     for state, words in (
-        ({}, "this one has nothing"),
-        ({"scale": 1.0}, "this one has scale"),
-        (nn.Linear(1, 1).state_dict(), "this one has weight, bias"),
+        ({}, "this state has nothing"),
+        ({"scale": 1.0}, "this state has scale"),
+        (nn.Linear(1, 1).state_dict(), "this state has weight, bias"),
         ({**before, "scale": -2.0}, "scale=-2.0"),
         ({**before, "_growth_tracker": -1}, "_growth_tracker=-1"),
     ):

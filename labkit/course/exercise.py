@@ -101,7 +101,7 @@ class Exercise:
         except CheckFailed as failed:
             failed.exercise = self.name
             if unpassed := self._built_on(student):
-                more = f"It calls {' and '.join(unpassed)}, not yet passed: start there."
+                more = f"First pass {' and '.join(unpassed)}, which your code calls."
                 failed.hint = f"{failed.hint} {more}".strip()
             raise failed from None
         scores = [x for x in findings if isinstance(x, Score)]

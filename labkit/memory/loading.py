@@ -12,8 +12,8 @@
 L: time to load a block; C: time to compute it; R: time to read its weights during compute. In a
 pipelined run, blocks share `ahead` + 1 buffers: block k + `ahead` overwrites block k - 1.
 
-Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
-from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
+All three are forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section
+6.2; inference from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
 """
 
 from collections.abc import Sequence
@@ -193,7 +193,7 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `flat`: `self.flat`, or a buffer with a copy of it."""
+        """The tensors by name, as views of `flat`: `self.flat`, or a buffer that holds a copy."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 

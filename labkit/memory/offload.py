@@ -123,7 +123,7 @@ class Offload:
 
     def _pack(self, x: torch.Tensor) -> "tuple[torch.Tensor, int] | Ticket":
         moved = self._moved(x) if self._may_leave(x) else None
-        if moved is None:  # detached: an output would keep its own graph alive
+        if moved is None:  # detached: a saved output would keep its graph alive
             return x.detach(), x._version
         moved.tickets += 1
         offset = int(x.storage_offset())

@@ -80,7 +80,7 @@ def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
     solution, stub = answer(second.name, "solved"), answer(first.name, "student")
     monkeypatch.setattr(first, "passed", None)
     monkeypatch.setitem(solution.__globals__, "my_all_gather", stub)
-    says = "you left the stub of my_all_gather", "my_all_gather, not yet passed: start there"
+    says = "you left the stub of my_all_gather", "First pass my_all_gather, which your code calls"
     raises(says, second, solution, error=CheckFailed)
 
 

@@ -27,7 +27,7 @@ class Cost:
     kept_bytes: int  # from the block's forward to its backward
     need_bytes: int  # the peak, including kept_bytes
     again_flops: int = 0  # recomputed in backward
-    moved_bytes: int = 0  # to the host, and back in backward
+    moved_bytes: int = 0  # to the host, counted one way
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class Conditions:
 
 
 def _raw_bytes(state: torch.Tensor) -> bytes:
-    """The bytes of a state, read without torch: modes do not see this, and dry runs allow it."""
+    """The bytes of a state, read without torch, so that modes do not see it and dry runs work."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 

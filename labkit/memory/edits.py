@@ -1,4 +1,4 @@
-"""Recompute or offload activations of a function or a model, without changing the model's code.
+"""Recompute or offload the activations of a function or model, without changing its code.
 
     recompute(fn, x)                              recomputes a function from its inputs
     Recompute(model)                              each block from its input: keeps 2sbh bytes

@@ -49,8 +49,8 @@ class FlashAttention(nn.Module):
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
     """Attention, like torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. Even inside autocast, 16-bit
-    inputs are cast to fp32, and the results rounded. `causal`: query i attends to keys 0 to i.
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are
+    computed in fp32, even inside autocast. `causal`: query i attends to keys 0 to i.
     `tile`: queries and keys per tile; working memory grows with the square of `tile`.
 
     Returns [b, h, s, e] in the dtype of q: zeros if there are no keys. Second derivatives are not

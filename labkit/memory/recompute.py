@@ -3,7 +3,7 @@
     forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves an empty slot for each tensor
     kept       x       ▫    ▫    ▫
     backward   x ──> [ f1 ─ f2 ─ f3 ]              the first use of a slot reruns f; the n-th
-                       ▪    ▪    ▪                 tensor saved fills the n-th slot
+                       ▪    ▪    ▪                 saved tensor fills the n-th slot
                        gradients, from right to left
 
     kept bytes    only the inputs: 2sbh per layer, not sbh(34 + 5as/h)

@@ -19,7 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of the turns: `done_s` until the data arrives, `returned_s` until the call ends."""
+    """Medians of turns: `done_s` until the data arrives, `returned_s` until the call returns."""
 
     way: Transfer
     numel: int
@@ -30,7 +30,7 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time each transfer of `numel` elements, in turns, after a warm-up. CUDA events time GPUs.
+    """Time each transfer of `numel` elements, in turns, after a warm-up; on GPUs, with CUDA events.
     Transfers share preallocated buffers. Raises ValueError for a paced transfer without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]

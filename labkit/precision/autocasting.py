@@ -6,8 +6,8 @@
 
 A function mode casts each op's inputs according to the device's policy (op_policy.py). Autograd
 reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
-copy lives until the region ends. A weight's element takes 4 bytes, plus 4 in the gradient and 2 in
-the copy. The region also enables torch's autocast, which casts the ops inside a call of einsum.
+copy lives until the region ends. Per element, the weight takes 4 bytes, its gradient 4 and the
+copy 2. The region also enables torch's autocast, which casts the ops inside a call of einsum.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """

@@ -94,7 +94,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state; load it on the same rank, for the same number of ranks and model."""
+        """This rank's state, for the same rank of the same number of ranks and the same model."""
         self._hand_down_options()  # a scheduler may have changed options
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._position()}
 

@@ -37,7 +37,7 @@ class DynamicScale:
         ranges = {
             "scale": (0 < self.scale < inf, "a finite number above 0; 65536 is usual"),
             "growth_factor": (1 < self.growth_factor < inf, "a number above 1; 2 is usual"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "a number between 0 and 1; 0.5 is usual"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number in (0, 1); 0.5 is usual"),
             "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
             "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
         }

@@ -118,7 +118,7 @@ class GradScaler:
     def unscale_(self, trained: Trained) -> None:
         """Divide the gradients of an optimizer or a model by the scale, after the last backward.
         16-bit gradients (MasterWeights, ZeroOptimizer) are unscaled in `step`: clip them with
-        `clip_grad_norm(optimizer, ...)`. Raises ValueError for a second call or clipped gradients."""
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if called twice or after clipping."""
         if not self._enabled:
             return
         self._check_scaled("unscale_")

@@ -1,6 +1,6 @@
-"""Collective calls for the benchmark, and expected results computed without communication: inputs
+"""Collective calls for the benchmark, and expected results, computed without communication: inputs
 are seeded by rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that sums are exact in
-every dtype; `UNTOUCHED` must remain wherever no data may arrive.
+every dtype. Output that no data may reach must keep the value `UNTOUCHED`.
 """
 
 from collections.abc import Callable, Iterable
@@ -73,7 +73,7 @@ def expected(buffers: Buffers, redop: str) -> torch.Tensor:
         return reduce(REDUCTIONS[redop], map(sent, range(ranks)))
 
     def joined(numbers: Iterable[int]) -> torch.Tensor:
-        """Part `numbers[r]` of each rank r's input; only one full input is in memory at a time."""
+        """Join part `numbers[r]` of each rank r's input, with one whole input in memory at once."""
         parts = enumerate(numbers)
         return torch.cat([sent(by).split(count)[number].clone() for by, number in parts])
 

@@ -1,7 +1,7 @@
 """A table for the algorithm chooser (LABKIT_TABLE), from measurements on this machine. At the
 smallest size, the table selects the algorithm with the fewest steps among those within 10% of the
-fastest. At a larger size, the table switches if a different algorithm is 10% faster: smaller
-differences are noise. Unmeasured operations keep labkit's own rows.
+fastest. At a larger size, the table switches if a different algorithm is 10% faster, because
+smaller differences are noise. Unmeasured operations keep the rows of labkit's own table.
 """
 
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ def _supports_all(op: str, name: str) -> bool:
 
 
 def _fastest_fallback(op: str, seconds: Sequence[dict[str, float]]) -> str:
-    """Of the algorithms for any call, the one with the least mean time relative to the fastest."""
+    """The algorithm with the lowest mean time relative to the fastest, among those for any call."""
     measured = [name for name in seconds[0] if _supports_all(op, name)]
     if not measured:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""nccl-tests' table for labkit's collectives and the backend's own, which alternate in turns of a
-few calls. As in nccl-tests, the time per call is a turn's time, from a barrier to the end of the
-last call on the slowest rank, divided by the number of calls: ranks may run ahead, so timing a
-single call means little. The median over turns is reported.
+"""The table of nccl-tests for collectives of labkit and of the backend, which alternate in turns
+of a few calls. As in nccl-tests, the time per call is a turn's time, from a barrier to the end of
+the last call on the slowest rank, divided by the number of calls. Ranks may run ahead, so the time
+of a single call means little. The median over turns is reported.
 """
 
 import os
@@ -56,8 +56,8 @@ class Timed(NamedTuple):
 
 
 def _on_rank(case: Case) -> dict[str, Timed]:
-    """Time all algorithms of `case`, the backend's own as "", and, as COPY, a memory copy of equal
-    size on all ranks at once."""
+    """Time all algorithms of `case`, the backend's algorithm (named ""), and a memory copy of equal
+    size on all ranks at once (named COPY)."""
     me = attach()
     comm, dtype = me.comm, getattr(torch, case.dtype)
     buffers = Buffers(case.op, comm.rank, comm.size, case.count, dtype, me.device)
@@ -108,7 +108,7 @@ def bench_collectives(
     Args:
         sizes_bytes: total sizes of the operation; None: 4 KiB to 64 MiB by factors of 4.
         algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default" for labkit's
-            choice; None: all but "hierarchical". Ignored with NCCL. The backend's own always runs.
+            choice; None: all but "hierarchical". Ignored with NCCL. The backend's is always timed.
         redop: "sum", "min", "max" or "product".
         turns: how many times each algorithm is timed, alternating with the others.
         check: count the elements that differ from the result computed without communication.

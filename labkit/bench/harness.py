@@ -82,7 +82,7 @@ def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
     """Call each case once per turn; return its results by turn. `label` adds a progress bar.
-    `shuffled` (equally on all ranks) varies the order, and so the data cached before each case."""
+    `shuffled` varies the order, equally on all ranks, and so the data cached before each case."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)
@@ -107,7 +107,7 @@ def seconds_of(
     after: Callable[[], object] = lambda: None,
 ) -> float:  # fmt: skip
     """Mean seconds per step of `count` consecutive steps, from the end of `before()` to the end of
-    `after()`, such as rank barriers or a GPU synchronization."""
+    `after()`. Both calls may be rank barriers or GPU synchronizations."""
     before()
     began_s = time.perf_counter()
     for _ in range(count):
@@ -135,8 +135,8 @@ def on_worlds(
     measure: Callable[..., StepTimes], ranks: Sequence[int], models: Sequence[str],
     transport: str | None, *args: Any,
 ) -> list[StepTimes]:  # fmt: skip
-    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo,
-    labkit `transport`, by default `World`'s choice. Raises ValueError for an unknown preset."""
+    """Rank 0's `measure(model, *args)` for each model and number of ranks. torch uses gloo; labkit
+    uses `transport`, by default `World`'s choice. Raises ValueError for an unknown preset."""
     check_names(models, PRESETS, "no model {!r}")
     measured = []
     for size in ranks:
@@ -170,8 +170,8 @@ def ratio_cells(times: StepTimes, contest: Contest) -> list[str]:
 def contest_table(
     measured: Sequence[StepTimes], title: str, caption: str, floor: Heading, *more: Heading
 ) -> Table:
-    """One row per contest and configuration: the step's floor, both step times in ms, their ratio
-    with quartiles and aim, and the columns in `more`."""
+    """One row per contest and configuration: the floor of the step time, both step times in ms,
+    their ratio with quartiles and aim, and the columns in `more`."""
     columns = ("model", "ranks", floor[0], "labkit", "ms", "peer", "ms", "ratio", "", "aim")
     table = titled(title, caption, [*columns, *(name for name, _ in more)], ("labkit", "peer"))
     for times in measured:

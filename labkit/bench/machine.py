@@ -1,7 +1,7 @@
 """This machine as a cluster of devices, one per rank of a World. All ranks are measured at once, so
 a device is a rank's share of cores, memory, GPU and links. Per turn, a case is called several times
-after a barrier; the slowest rank's time is divided by the number of calls. The lower quartile over
-turns is used, as other programs only slow turns down. rates.py fits the cluster to these times.
+after a barrier; the slowest rank's time is divided by the number of calls. The lower quartile of
+the turns is used: other programs only slow a turn down. rates.py fits the cluster to these times.
 """
 
 import os

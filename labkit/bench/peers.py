@@ -1,6 +1,6 @@
-"""torch's own strategies, timed against labkit's. Outside comm and runtime, only this file uses
+"""torch's strategies, timed against labkit's. Outside comm and runtime, only this file uses
 torch.distributed for more than its checkpoint format. Imports from torch.distributed are inside
-functions: these imports are slow and print deprecation warnings.
+functions, because these imports are slow and print deprecation warnings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ def zero_1(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Optimiz
 
 
 def fsdp2(module: nn.Module) -> nn.Module:
-    """Shard each block separately, then the remaining parameters, as FSDP2's users do."""
+    """Shard each block separately, then the remaining parameters, as users of FSDP2 do."""
     from torch.distributed.fsdp import fully_shard
 
     for block in module.blocks:  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ def dtensor(module: Any, gather_logits: bool) -> nn.Module:
         plan[f"blocks.*.{name}"] = RowwiseParallel()
     tied = module.head.weight is module.embed.tokens.weight
     module = parallelize_module(module, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
-    if tied:  # both were split separately
+    if tied:  # each use of the weight was split separately
         module.head.weight = module.embed.tokens.weight
     return module
 

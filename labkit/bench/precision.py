@@ -10,7 +10,7 @@
                                                            in fp32: it shows errors, not time)
     recompute       full, fp32                             torch.utils.checkpoint
 
-All cases run in one process, in alternating turns. Peak memory is from the GPU's allocator; on a
+All cases run in one process, in alternating turns. Peak memory comes from the GPU's allocator; on a
 CPU, the recorder counts memory in a separate step.
 """
 

@@ -3,10 +3,10 @@
     matmul             seconds = 2 m k n / (peak x product of d / (d + tile) over the sides m, k, n)
     all-reduce         seconds = start + 2(n-1) latency + 2(n-1)/n S / bandwidth
 
-Pure functions that minimize |log(predicted / measured)|, so that microseconds count as much as
-seconds: its root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and its mean for
-matmuls, so that outliers count less. (On a CPU, the first bfloat16 matmul takes much longer.) An
-error of 0.1 means typically 10% off.
+The fits minimize |log(predicted / measured)|, so that microseconds count as much as seconds: the
+root mean square for all-reduces, as in labkit/sweeps/alpha_beta.py, and the mean for matmuls, so
+that outliers count less. (On a CPU, the first bfloat16 matmul takes much longer.) An error of 0.1
+means that predictions are typically 10% off.
 """
 
 from collections.abc import Mapping
@@ -72,8 +72,8 @@ def fit_matmuls(matmuls: Times) -> MatmulFit:
 
 
 def fit_link(reduced: Times) -> LinkFit:
-    """Fit bandwidth, latency and start. With only one number of ranks, start and latency cannot be
-    separated; their sum counts as latency.
+    """Fit bandwidth, latency and start. If all groups have the same size, start and latency cannot
+    be separated, and their sum counts as latency.
 
     Raises ValueError for fewer than two sizes, one rank, or times that do not grow with size."""
     if len({case.size for case in reduced}) < 2 or min(case.ranks for case in reduced) < 2:

@@ -1,6 +1,6 @@
 """Replay accuracy, from two alternating worlds. In the first, messages are not delayed: a recording
-has this machine's compute times and the time to move each tensor, and a replay adds the delays of
-a `Link`. In the second, the ranks train over that `Link`. Turns are compared in pairs.
+contains this machine's compute times and the time to move each tensor, and a replay adds the delays
+of a `Link`. In the second, the ranks train over that `Link`. Times are compared turn by turn.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and changes to th
 
 
 def cluster_of(link: Link, ranks: int) -> Cluster:
-    """One node with `link` between ranks, for replays of measured compute: no device rates."""
+    """One node with `link` between ranks, without device rates: replays use measured compute."""
     level = Level("paced", link.gbps * 1e9 / 8, link.latency_us * 1e-6, ranks)
     device = Device("not described", {}, 1.0, 1.0, 0.0)
     return Cluster("paced", f"links of {link.gbps:g} Gbit/s", device, 1, ranks, level)
@@ -40,8 +40,8 @@ def cluster_of(link: Link, ranks: int) -> Cluster:
 
 class PacedCosts(Costs):
     """Costs of a modeled link, which delays a message before the machine moves it. An operation
-    takes the link's time plus its unpaced time: from the last rank's start, until which the other
-    ranks wait, to the operation's end, averaged over the ranks."""
+    takes the link's time plus its unpaced time, which begins when the last rank starts (the others
+    wait for it) and ends with the operation, averaged over the ranks."""
 
     def __init__(self, cluster: Cluster, trace: Trace):
         super().__init__(cluster)

@@ -14,7 +14,7 @@ RESULTS = NOTEBOOKS / "results"
 
 def show_stored(what: str, folder: Path = RESULTS) -> None:
     """Display one picture per file of `what`, "attention", "precision" or "transfers"; print a
-    sentence if there is no file. Raises ValueError for any other `what`."""
+    message if there is no file. Raises ValueError for any other `what`."""
     if what not in DRAWN:
         raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")
     try:

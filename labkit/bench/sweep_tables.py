@@ -14,7 +14,7 @@ TRUSTED_ERROR = 0.25  # of a fit; above this, alpha and beta are unreliable
 
 def tables(sweep: Sweep) -> list[Table]:
     """One table per operation and number of ranks, as nccl-tests prints it, with two more columns:
-    time divided by the backend's own, and busbw divided by the rate of a memory copy."""
+    time divided by the backend's time, and busbw divided by the rate of a memory copy."""
     backend, shown = sweep.about.get("backend", "backend"), []
     statistic = f"time: {sweep.about['time']}" if "time" in sweep.about else ""
     words = ("type", "redop", "root", "algorithm")
@@ -47,7 +47,7 @@ def _cells(point: Point) -> list[str]:
 
 
 def _summary(points: list[Point], backend: str) -> str:
-    """labkit's default compared with the backend's own algorithm, over all sizes."""
+    """labkit's default compared with the backend's algorithm, over all sizes."""
     ratios = {point.size_bytes: point.ratio for point in points if point.algorithm == DEFAULT}
     if not ratios:
         return ""

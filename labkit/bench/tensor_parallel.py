@@ -1,6 +1,6 @@
 """Step times with labkit's tensor parallelism, torch's DTensor, and no communication.
 
-    tensor                the loss from each rank's slice of the logits
+    tensor                each rank computes the loss from its slice of the logits
     DTensor               torch's `parallelize_module` of the same model, with its `loss_parallel`
     ..., all logits       every rank gathers all logits and computes the whole loss
     no communication      every rank computes its share, and each all-reduce returns at once: the

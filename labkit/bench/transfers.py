@@ -1,6 +1,6 @@
 """Ways to move a tensor between the memories of this machine, timed side by side and compared with
-predictions; also over a paced bus, which simulates PCIe without a GPU. Lab 12 also draws results
-from other machines, stored beside the labs.
+predictions. A paced bus simulates PCIe without a GPU. Lab 12 also draws results from other
+machines, which are stored beside the labs.
 """
 
 import json
@@ -64,7 +64,7 @@ def bench_transfers(
     mb: float = 64.0, gbps: float = 16.0, turns: int = 9, to: str = "fp16"
 ) -> TransferTimes:
     """Time every way to move `mb` megabytes (1e6 bytes) of fp32 on this machine, to fp32 and to
-    dtype `to`; also over a paced bus of `gbps` Gbit/s, unless `gbps` is 0.
+    dtype `to`. Unless `gbps` is 0, this includes a paced bus of `gbps` Gbit/s.
 
     Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):

@@ -89,8 +89,8 @@ class Exercise:
         try:
             if not callable(student):
                 raise CheckFailed(
-                    f"this is {kind(student)}; the check runs your function itself.",
-                    hint="Pass its name, without parentheses after it.",
+                    f"the check got {kind(student)}, but needs a function to call.",
+                    hint="Pass the name of your function, without parentheses.",
                 )
             if not self._yields:
                 no_yield(student)
@@ -101,7 +101,7 @@ class Exercise:
         except CheckFailed as failed:
             failed.exercise = self.name
             if unpassed := self._built_on(student):
-                more = f"It uses {' and '.join(unpassed)}, not passed yet: start there."
+                more = f"First pass {' and '.join(unpassed)}, which your code calls."
                 failed.hint = f"{failed.hint} {more}".strip()
             raise failed from None
         scores = [x for x in findings if isinstance(x, Score)]
@@ -141,7 +141,7 @@ class Report:
     def __init__(self, lab: str):
         self.exercises = [x for name, x in EXERCISES.items() if name.startswith(f"{lab}.")]
         if not self.exercises:
-            raise ValueError(f"report({lab!r}): no exercises; give a lab's number, as report('00')")
+            raise ValueError(f"report({lab!r}): no exercises; pass a lab's number: report('00')")
 
     def __repr__(self) -> str:
         width = max(len(x.name) for x in self.exercises)
@@ -151,7 +151,7 @@ class Report:
             score = f"   {x.passed.score}" if x.passed and x.passed.score else ""
             lines.append(f"{x.name:<{width}}  {state} of {x.points}{score}")
         earned = sum(x.points for x in self.exercises if x.passed)
-        lines.append(f"{'in all':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
+        lines.append(f"{'total':<{width}}    {earned} of {sum(x.points for x in self.exercises)}")
         return "\n".join(lines)
 
 

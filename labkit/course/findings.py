@@ -32,7 +32,7 @@ class CheckFailed(AssertionError):
         return "\n".join(lines)
 
     def _render_traceback_(self) -> list[str]:
-        """For a notebook: only the message, as no traceback line is the student's code."""
+        """For a notebook: only the message, because the traceback shows no student code."""
         first, *others = str(self).split("\n")
         return [f"{BOLD_RED}✗ {first}{PLAIN}", *others]
 
@@ -40,7 +40,7 @@ class CheckFailed(AssertionError):
 def fail(
     sentence: str, *, expected: Any = "", found: Any = "", hint: str = "", details: str = ""
 ) -> NoReturn:
-    """Raise CheckFailed: `sentence` says what is wrong and where, `hint` helps without solving."""
+    """Raise CheckFailed. `sentence`: what is wrong and where; `hint`: help without the solution."""
     raise CheckFailed(sentence, str(expected), str(found), hint, details)
 
 
@@ -49,8 +49,8 @@ def no_yield(student: Callable[..., Any]) -> None:
     if inspect.isgeneratorfunction(student):
         fail(
             "your function has a `yield`, so its body never ran.",
-            hint="Leave it out, and return the result; comm.send(...) and comm.recv(...) wait by "
-            "themselves.",
+            hint="Remove the `yield`, and return the result: comm.send(...) and comm.recv(...) "
+            "wait by themselves.",
         )
 
 
@@ -61,7 +61,7 @@ def no_return(found: Any) -> str:
 
 def several(found: Any, count: int, what: str, expected: str, hint: str = "") -> None:
     """Fail unless `found` is a tuple or list of `count` values. The message begins with
-    `what`, such as "f returned", and the value."""
+    `what`, such as "f returned", and then shows the value."""
     if not isinstance(found, (tuple, list)) or len(found) != count:
         fail(f"{what} {brief(found)}.", expected=expected, hint=hint)
 
@@ -145,7 +145,7 @@ def difference(found: Any, right: Any, within: float) -> str:
             if problem := difference(value, expected, within):
                 short = max(len(repr(found)), len(repr(right))) <= 40
                 whole = f"{found!r}; expected {right!r}"
-                return whole if short else f"{problem} (at place {i})"
+                return whole if short else f"{problem} (at index {i})"
         return ""
     found = plain(found)
     if isinstance(right, (int, float)) and not isinstance(right, bool):
@@ -188,7 +188,7 @@ def kind(value: Any) -> str:
 def whole_numbers(found: Any, name: str, expected: str) -> list[int]:
     """The integers in the list that `name` returned; fails for anything else."""
     if isinstance(found, (torch.Tensor, range, tuple, list)):
-        with suppress(TypeError):  # operator.index takes whole numbers only
+        with suppress(TypeError):  # operator.index accepts only integers
             return [operator.index(x) for x in found]
     fail(f"{name} returned {brief(found)}.", expected=expected)
 

@@ -57,7 +57,7 @@ class Prediction:
         if measured.keys() != self.numbers.keys():
             raise ValueError(
                 f"beside({', '.join(measured)}): the predictions are {', '.join(self.numbers)}; "
-                "give the same names"
+                "use the same names"
             )
         return Table(
             ("", "predicted", heading, ""),

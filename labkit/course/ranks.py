@@ -51,7 +51,7 @@ class Ran:
 
     @property
     def ops(self) -> list[list[str]]:
-        """Names of the operations: ["send", "recv", "all_reduce"]."""
+        """Names of the operations, such as ["send", "recv", "all_reduce"]."""
         return [[event.op.split("(")[0] for event in events] for events in self.events]
 
 
@@ -70,7 +70,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
                 call = f"i{event.op}" if message else f"{event.op}(..., async_op=True)"
                 raise CheckFailed(
                     f"rank {rank} returns before its {event.op} has completed.",
-                    hint=f"{call} only starts it and returns a handle: wait for the handle, "
+                    hint=f"{call} only starts the operation and returns a handle: call "
                     "handle.wait().",
                 )
     return Ran(list(values), list(events), list(peaks))
@@ -78,7 +78,7 @@ def run(size: int, play: Callable[..., Any], *args: Any) -> Ran:
 
 @contextmanager
 def _limited(size: int) -> Iterator[World]:
-    """A world of `size` ranks, restarted after LIMIT_S of use. Raises CheckFailed for RankError."""
+    """A world of `size` ranks, restarted after LIMIT_S. Raises CheckFailed instead of RankError."""
     world = _world(size)
     too_late = threading.Timer(LIMIT_S, world.restart)
     too_late.start()
@@ -96,12 +96,12 @@ def _limited(size: int) -> Iterator[World]:
 
 
 def warm(size: int, play: Callable[[], Any]) -> list[Any]:
-    """Call `play()` on each rank without LIMIT_S, for slow first calls; return a value per rank."""
+    """Call `play()` on each rank without a time limit, for slow first calls; return all values."""
     return _world(size).run(play)
 
 
 def first_backward() -> None:
-    """Trigger the imports of torch's first backward with a given gradient."""
+    """Run a backward with a given gradient, because torch's first such backward imports modules."""
     x = torch.ones(2, requires_grad=True)
     torch.autograd.backward(x * 2, torch.ones(2))
 
@@ -145,7 +145,7 @@ def check_failure(error: RankError) -> CheckFailed:
             hint = "Each receive needs its send, and all ranks must call every collective."
             calls = set(re.findall(r"rank \d+: waits in (\w+)", rest))
             if "wait for each other" in first and calls in ({"send"}, {"recv"}):
-                hint = f"All of them wait in a {calls.pop()}: one must do the other first."
+                hint = f"All of them wait in a {calls.pop()}: one must start with the other call."
             return CheckFailed(f"the ranks hang: {first}", details=rest, hint=hint)
         case "interrupted":
             return CheckFailed(
@@ -176,7 +176,7 @@ def only(ran: Ran, ops: Collection[str], expected: str, hint: str = "") -> None:
 
 def only_messages(ran: Ran, which: str = "send, recv, isend and irecv") -> None:
     """Fail if a rank calls any operation except send, recv, isend and irecv."""
-    only(ran, ("send", "recv"), f"{which} alone", "The collective is what you are building.")
+    only(ran, ("send", "recv"), f"only {which}", "The collective is yours to build.")
 
 
 def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0) -> Movement:
@@ -187,13 +187,13 @@ def watch(size: int, collective: str, student: Callable[..., Any], root: int = 0
 
 
 def alone_for_each(student: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The values of a function for many argument tuples, from a single call of `alone`."""
+    """The values of a function for several argument tuples, from a single call of `alone`."""
     values: list[Any] = alone(lambda cases: [student(*given) for given in cases], cases)
     return values
 
 
 def alone(student: Callable[..., Any], *given: Any) -> Any:
-    """The value of a function without a Comm argument, run on one rank; errors name no rank."""
+    """The value of a function that takes no Comm, run on one rank; errors do not name the rank."""
     try:
         return run(1, lambda comm, *given: student(*given), *given).values[0]
     except CheckFailed as failed:

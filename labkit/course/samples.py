@@ -30,14 +30,14 @@ def small_model() -> nn.Sequential:
 
 
 def some_rows(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets with errors that grow from row to row, so that ranks' gradients differ."""
+    """Inputs, and targets that grow from row to row, so that gradients differ between ranks."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 6, generator=generator)
     return x, torch.randn(rows, 3, generator=generator) * torch.arange(1, rows + 1)[:, None]
 
 
 def right_gradients(size: int, seed: int = 0, rows: int = 0) -> dict[str, Tensor]:
-    """The gradients of a single process on the whole batch."""
+    """The gradients that a single process computes on the whole batch."""
     model, (x, y) = small_model(), some_rows(rows or 4 * size, seed)
     F.mse_loss(model(x), y).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -63,12 +63,12 @@ class Passing(torch.autograd.Function):
 
 
 def is_a_cut(rank: int, counts: Any, gradients: int) -> None:
-    """Fail unless `counts`, returned on this rank, splits `gradients` gradients into buckets."""
+    """Fail unless `counts`, returned by `rank`, splits `gradients` gradients into buckets."""
     right = isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts)
     if not right or sum(counts) != gradients:
         fail(
-            f"rank {rank} returned {brief(counts)}: that does not cut {gradients} gradients into "
-            "buckets.",
-            expected=f"a list of whole numbers above 0 whose sum is {gradients}",
+            f"rank {rank} returned {brief(counts)}, which does not split {gradients} gradients "
+            "into buckets.",
+            expected=f"a list of positive integers that sum to {gradients}",
             hint="The first number counts the gradients of the first bucket, in backward's order.",
         )

@@ -1,4 +1,4 @@
-"""`show`: the library's own code in a notebook, exactly as it runs."""
+"""`show`: the library's source code in a notebook, exactly as it runs."""
 
 import html
 import inspect
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Code:
-    """Lines of a file, highlighted if possible."""
+    """Lines of a file, with highlighting in a notebook."""
 
     text: str
     caption: str  # "labkit/parallel/ddp/ddp.py, lines 40 to 62"
@@ -26,7 +26,7 @@ class Code:
         from pygments.formatters import HtmlFormatter
         from pygments.lexers import PythonLexer
 
-        # Inline colors: a page with many such cells needs no style sheet.
+        # Inline colors, so that the page needs no style sheet.
         style = (
             "padding: 6px 10px; line-height: 1.35; overflow-x: auto; background: #f7f7f7; "
             "font-family: monospace; font-size: 90%"

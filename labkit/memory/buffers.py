@@ -1,7 +1,7 @@
 """Constant-size memory, allocated once and reused in every step, whatever the model's size.
 
 ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
-size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get their own
+size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get a separate
 block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
 forward's last tensors first, so a stack suffices:
 
@@ -22,20 +22,20 @@ _host_memory: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def is_host_memory(x: torch.Tensor) -> bool:
-    """Whether `x` is offloaded, so not counted as device memory, even if the device is a CPU."""
+    """Whether `x` is offloaded and does not count as device memory, even if the device is a CPU."""
     return bool(_host_memory) and x.untyped_storage() in _host_memory
 
 
 class ConstantBuffer:
-    """A stack of slices in one block of `nbytes` of host memory; the space of a freed slice is
-    reusable once all slices above it are free. `pinned`: page-locked, for asynchronous copies."""
+    """A stack of slices in one block of `nbytes` of host memory. The space of a freed slice can be
+    reused once all slices above it are free. `pinned`: page-locked, for asynchronous copies."""
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
             raise ValueError(f"a buffer of {nbytes} bytes: choose 0 or more")
         self.nbytes = nbytes
         self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-        self._starts: list[int] = []  # starts of the slices taken, bottom first
+        self._starts: list[int] = []  # starts of the slices in use, bottom first
         self._free: set[int] = set()  # starts of freed slices below the top
         self._top = 0
         _host_memory.add(self._block.untyped_storage())
@@ -45,7 +45,7 @@ class ConstantBuffer:
         return self._top
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """A slice, uint8 [nbytes]; None if larger than the free space."""
+        """Take a slice, uint8 [nbytes]; return None if it does not fit."""
         if self._top + nbytes > self.nbytes:
             return None
         start = self._top
@@ -54,7 +54,7 @@ class ConstantBuffer:
         return self._block[start : start + nbytes]
 
     def give_back(self, taken: torch.Tensor) -> None:
-        """Free a slice. Raises ValueError if it was not taken, or is free already."""
+        """Free a slice. Raises ValueError if it is not from this buffer or is already free."""
         start = int(taken.storage_offset())
         if start not in self._starts or start in self._free:
             raise ValueError(

@@ -28,7 +28,7 @@ from labkit.runtime.clock import HOST_CLOCK, Clock, StreamClock
 from labkit.runtime.transports.link import Link
 
 CHUNKS = 16  # per paced copy: an early read sees partial data, as on a real bus
-MAX_EVENTS = 1024  # a bus keeps the events of its latest copies
+MAX_EVENTS = 1024  # the number of latest copies whose events a bus keeps
 
 
 def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus":
@@ -78,7 +78,7 @@ class Bus:
 
     def __init__(self, gbps: float = inf, latency_us: float = 0.0):
         self.link = Link(gbps, latency_us)
-        self.moved_bytes = 0  # of all copies so far
+        self.moved_bytes = 0  # of all copies and reads so far
         self.events: deque[CommEvent] = deque(maxlen=MAX_EVENTS)
         self._number = 0
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="labkit-bus")
@@ -87,14 +87,14 @@ class Bus:
         return self.link.latency_us * 1e-6 + self.link.seconds(nbytes)
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy of `source` into `target`, both contiguous and equal in shape and dtype
-        (else ValueError). Until it arrives, `target` is incomplete; write to neither tensor."""
+        """Issue a copy between contiguous tensors of equal shape and dtype; otherwise, raise
+        ValueError. Until the copy arrives, `target` is incomplete; write to neither tensor."""
         check_alike(target, source)
         return self._issue("load", source.nbytes, [target.view(-1), source.detach().view(-1)])
 
     def read(self, nbytes: int) -> Arrival:
-        """Issue a read without a target, as by a kernel that reads host memory while computing."""
-        return self._issue("read", nbytes, [None, None])  # counts in `moved_bytes`
+        """Issue a read without a target, like a kernel that reads host memory as it computes."""
+        return self._issue("read", nbytes, [None, None])  # adds to `moved_bytes`
 
     def _issue(self, op: str, nbytes: int, ends: list[Any]) -> "_Paced":
         arrival = _Paced(op, self._number, nbytes, self.clock, "paced")
@@ -127,7 +127,7 @@ class _Paced(Arrival):
 
     def _wait(self) -> None:
         if self.future is None:
-            raise RuntimeError("this copy failed, as its first wait reported; start it again")
+            raise RuntimeError("this copy failed, as an earlier wait() reported; issue it again")
         try:
             self.future.result()  # raises the copy's error
         except Exception:
@@ -136,8 +136,8 @@ class _Paced(Arrival):
 
 
 class StreamBus:
-    """A GPU's bus: copies on their own stream, alongside compute. CPU memory must be pinned (else
-    ValueError): copies of pageable memory would block the program."""
+    """A GPU's bus. Copies run on a separate stream, alongside compute. `copy` raises ValueError for
+    CPU memory that is not pinned: a copy of pageable memory would block the program."""
 
     def __init__(self, device: torch.device | str = "cuda"):
         self.device = torch.device(device)
@@ -149,7 +149,7 @@ class StreamBus:
         self._number = 0
 
     def copy(self, target: Tensor, source: Tensor) -> Arrival:
-        """Issue a copy like `Bus.copy`, to begin after all work queued on the current stream."""
+        """Issue a copy like `Bus.copy`; it begins after all work queued on the current stream."""
         check_alike(target, source)
         for x, name in ((source, "source"), (target, "target")):
             if x.device.type == "cpu" and not x.is_pinned():
@@ -177,7 +177,7 @@ class StreamBus:
 
 
 class _OnStream(Arrival):
-    """Keeps both tensors until a stream waits for the copy; only later work reuses their memory."""
+    """Keeps both tensors alive until a stream waits: only later work may reuse their memory."""
 
     def __init__(self, ends: tuple[Tensor, ...], device: torch.device, *args: Any):
         self.ends, self.device = ends, device
@@ -213,7 +213,7 @@ def sleep_until(when_s: float) -> None:
         time.sleep(min(left_s, 1.0))
 
 
-# On exit, Python joins executor threads: pending copies then run
-# without pacing. (A daemon thread inside torch at that moment would abort the process.)
+# On exit, Python joins executor threads; pending copies then run without pacing. (With a daemon
+# thread instead, the process would abort if the thread is inside torch at exit.)
 _ENDING = threading.Event()
 threading._register_atexit(_ENDING.set)  # type: ignore[attr-defined]

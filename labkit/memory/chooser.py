@@ -9,7 +9,7 @@
      └──────────────────────────────>
        block 0, 1, 2  head  2, 1, 0
 
-Only the level and the moved bytes couple the blocks: dynamic programming over both is exact.
+Only the level and the moved bytes couple the blocks, so dynamic programming over both is exact.
 
 Sources: trade-off of Chen et al., arXiv 1604.06174, section 4; dynamic programming as in Beaumont
 et al., "Optimal checkpointing for heterogeneous chains", arXiv 1911.13214.
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one choice for one block; `need_bytes` counts from the level before its forward."""
+    """Cost of one choice for one block; `need_bytes` counts from the level before the forward."""
 
-    kept_bytes: int  # from its forward to its backward
+    kept_bytes: int  # from the block's forward to its backward
     need_bytes: int  # the peak, including kept_bytes
-    again_flops: int = 0  # computed a second time
-    moved_bytes: int = 0  # to the host; as many return
+    again_flops: int = 0  # recomputed in backward
+    moved_bytes: int = 0  # to the host, counted one way
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Costs:
     before_bytes: int = 0  # the level before the first block: weights, optimizer state
     head_bytes: int = 0  # the peak above the last level, before the last block's backward
     after_bytes: int = 0  # the peak above the first level, after the first block's backward
-    leaving_bytes: int = 0  # the most in flight to the host, if any block offloads
+    leaving_bytes: int = 0  # the most bytes in flight to the host, if any block offloads
     step_flops: int = 0  # of a step without recomputation
 
 
@@ -111,7 +111,7 @@ def front(costs: Costs, most_moved_bytes: int = 0) -> list[Plan]:
     plans: list[Plan] = []
     while (plan := _search(costs, most, most_moved_bytes)) is not None:
         if plans and plan.again_flops == plans[-1].again_flops:
-            plans.pop()  # equal FLOPs, less memory
+            plans.pop()  # the new plan needs less memory for equal FLOPs
         plans.append(plan)
         most = plan.peak_bytes - 1
     return plans
@@ -168,7 +168,7 @@ def _walk(costs: Costs, budget_bytes: int, most_moved_bytes: int) -> Plan | None
 def _pareto_optimal(states: Iterable[_State]) -> list[_State]:
     """The Pareto-optimal states in FLOPs, level and moved bytes."""
     kept: list[_State] = []
-    stairs: list[tuple[int, int]] = []  # (level, moved), kept: levels rise, moved bytes fall
+    stairs: list[tuple[int, int]] = []  # (level, moved) of `kept`: levels rise, bytes fall
     for state in sorted(states):
         place = bisect_left(stairs, (state.level + 1,))  # earlier entries have no higher level
         if place and stairs[place - 1][1] <= state.moved:

@@ -1,7 +1,7 @@
-"""Conditions for rerunning a forward: random state, autocast, function modes.
+"""The conditions under which a forward is rerun: random state, autocast and function modes.
 
     forward    conditions = Conditions(inputs)       the generators' states before the function
-               fn(...)                               a dropout draws
+               fn(...)                               dropout draws a mask
                conditions.forget_unused()            drops states of generators that drew nothing
     backward   with conditions.again(): fn(...)      the same draws: the same mask
                after the block                       the generators continue as before
@@ -38,14 +38,14 @@ def used(states: States) -> States:
 
 
 def restore(states: States) -> None:
-    """Resets the generators to `states`."""
+    """Reset the generators to `states`."""
     for generator, state in states:
         generator.set_state(state)
 
 
 class Conditions:
-    """Records the current conditions for a function of `tensors`. Function modes (torch.device,
-    labkit's autocast) are reentered, or replaced by a new mode if they have `entered_again`."""
+    """Records the current conditions for the devices of `tensors`. Function modes (torch.device,
+    labkit's autocast) are reentered, but a mode with `entered_again` is replaced by a new mode."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], preserve_rng: bool = True):
         tensors = list(tensors)
@@ -75,7 +75,7 @@ class Conditions:
 
 
 def _raw_bytes(state: torch.Tensor) -> bytes:
-    """The bytes of a state, read without torch: invisible to modes, and valid in a dry run."""
+    """The bytes of a state, read without torch, so that modes do not see it and dry runs work."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
 
 

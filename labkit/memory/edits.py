@@ -1,16 +1,16 @@
-"""Recompute or offload a function or parts of a model, without changing the model's code.
+"""Recompute or offload the activations of a function or model, without changing its code.
 
-    recompute(fn, x)                              a function, from its inputs
-    Recompute(model)                              each block, from its input         2sbh per layer
-    Recompute(model, what="selective")            the attention core, from q k v       34sbh
+    recompute(fn, x)                              recomputes a function from its inputs
+    Recompute(model)                              each block from its input: keeps 2sbh bytes
+    Recompute(model, what="selective")            only the attention core: keeps 34sbh bytes
     Recompute(model, what=keep_products)          each block, except its matmuls
     Recompute(model, blocks=model.blocks[:4])     some of the blocks
     Choices(model, ("none", "full", "offload"))   one choice for each block
 
-Only the modules' `forward` changes, not the model's names, parameters, hooks or checkpoints, so any
-strategy works, whether it wraps the model before or after the edit.
+Only the modules' `forward` methods change; names, parameters, hooks and checkpoints stay the same.
+So any strategy works, whether it wraps the model before or after the edit.
 
-Source: Korthikanti et al., arXiv 2205.05198, section 5.
+Source: Korthikanti et al., arXiv 2205.05198, section 5 (b sequences of s tokens, width h, a heads).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,20 +36,20 @@ def recompute(
     check: Check = "shapes",
     **kwargs: Any,
 ) -> Result:
-    """Call `fn(*args, **kwargs)`, keeping only its inputs for backward, which reruns `fn`.
+    """Call `fn(*args, **kwargs)` and keep only its inputs; backward reruns `fn`.
 
     Args:
         fn: a function or module. Both runs must compute the same result and leave inputs unchanged.
-            Side effects happen twice: BatchNorm counts a batch twice.
-        policy: `policy(op) -> bool`: True keeps that op's results, too.
+            Side effects happen twice; BatchNorm, for example, counts a batch twice.
+        policy: `policy(op) -> bool`; True also keeps the results of `op`.
         preserve_rng: restore torch's default generators, so that dropout draws the same masks.
-        check: "shapes" compares number, shape, dtype and device of the tensors saved by both runs,
-            "values" also their elements, which takes time; "none" compares nothing.
+        check: "shapes" compares the number, shapes, dtypes and devices of the tensors that both
+            runs save; "values" also compares elements, which takes time; "none" compares nothing.
 
-    Gradients are unchanged, bit for bit if the same kernels run. Calls may nest, and
-    backward may run several times. Raises ValueError if `fn` changes an input or behaves
-    differently in backward; RuntimeError if a parameter that backward needs (so not a bias) has
-    changed since forward."""
+    Gradients are the same as without recompute, bit for bit if the same kernels run. Calls may
+    nest, and backward may run several times. Raises ValueError if `fn` changes an input or behaves
+    differently in backward, and RuntimeError if a parameter that backward needs (a weight, but not
+    a bias) has changed since forward."""
     kept = None if policy is None else partial(Kept, policy)
     return Recomputed(fn, kept, preserve_rng, check)(*args, **kwargs)
 
@@ -68,7 +68,7 @@ class _ForwardEdits(AbstractContextManager["_ForwardEdits"]):
         while self._before:
             module, forward = self._before.pop()
             del module.forward
-            if forward is not None:  # an instance attribute from before
+            if forward is not None:  # an instance attribute set before the edit
                 module.forward = forward
 
     def __exit__(self, *_: Any) -> None:
@@ -80,12 +80,12 @@ class Recompute(_ForwardEdits):
 
     Args:
         what: "full": whole blocks; "selective": each block's module `core`; a policy: whole blocks,
-            except ops for which `policy(op)` is True (policies.py).
+            except ops for which `policy(op)` is True (see policies.py).
         blocks: the blocks to edit; by default the entries of the outermost ModuleLists.
         core: the path from a block to its attention core.
         preserve_rng, check: as for `recompute`.
 
-    Raises ValueError if a block or core is missing or already edited."""
+    Raises ValueError if there are no blocks, a core is missing, or a module is already edited."""
 
     def __init__(
         self,
@@ -117,14 +117,15 @@ class Recompute(_ForwardEdits):
 class Choices(_ForwardEdits):
     """Edits `model` so that block i follows `chosen[i]`, one of CHOICES. `remove()` undoes it.
 
-        none         keeps its activations                      34 + 5as/h bytes per sbh
-        selective    recomputes the attention core              34
-        full         recomputes the block from its input         2
-        offload      moves activations to host memory and back   0, plus tensors in flight
+        choice       what happens to the block's activations    bytes kept
+        none         they stay in device memory                 sbh(34 + 5as/h)
+        selective    the attention core is recomputed           34sbh
+        full         the block is recomputed from its input     2sbh
+        offload      they move to host memory and back          0, plus tensors in flight
 
-    `chosen`: one choice per block, or one for all blocks; `blocks`, `core`: as for `Recompute`;
-    `offload`: from `offload_activations(model)`. Raises ValueError for an unknown name, a wrong
-    count, or "offload" without `offload`."""
+    `chosen`: one choice for each block, or one for all; `blocks`, `core`: as for `Recompute`;
+    `offload`: from `offload_activations(model)`. Raises ValueError for an unknown choice, a wrong
+    number of choices, or "offload" without `offload`."""
 
     def __init__(
         self,

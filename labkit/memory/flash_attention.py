@@ -1,4 +1,4 @@
-"""FlashAttention: softmax(q kᵀ / √e) v without ever storing the scores.
+"""FlashAttention: softmax(q kᵀ / √e) v without storing all scores at once.
 
                  k, v tiles, one after the other ──>
     q tile 0    [S₀₀]                                   only one tile of scores exists at a time
@@ -15,7 +15,7 @@ Backward recomputes P from q, k and L, tile by tile; with dP = dout vᵀ and D =
     dv += Pᵀ dout     dS = P · (dP - D)     dq += dS k / √e     dk += dSᵀ q / √e
 
     kept        q, k, v, out, and L at 4 bytes per row: linear in s; scores would grow as s²
-    FLOPs       like plain attention, plus q kᵀ once more in backward
+    FLOPs       as in plain attention, plus q kᵀ once more in backward
 
 Source: Dao, "FlashAttention-2", arXiv 2307.08691, Algorithms 1 and 2; Dao et al., arXiv 2205.14135,
 section 3.1; the running softmax: Milakov and Gimelshein, arXiv 1805.02867.
@@ -49,12 +49,12 @@ class FlashAttention(nn.Module):
 def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, tile: int = 64) -> Tensor:
     """Attention, like torch's `scaled_dot_product_attention(q, k, v, is_causal=causal)`.
 
-    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are cast to fp32,
-    results rounded at the end, even inside autocast. `causal`: query i sees keys 0 to i. `tile`:
-    queries and keys per tile; working memory grows with its square.
+    `q`: [b, h, s, e]; `k`, `v`: [b, g, t, e], where g divides h. 16-bit inputs are
+    computed in fp32, even inside autocast. `causal`: query i attends to keys 0 to i.
+    `tile`: queries and keys per tile; working memory grows with the square of `tile`.
 
-    Returns [b, h, s, e], in the dtype of q; zeros if there are no keys. No second derivative.
-    Raises ValueError if shapes or dtypes do not match."""
+    Returns [b, h, s, e] in the dtype of q: zeros if there are no keys. Second derivatives are not
+    supported. Raises ValueError if shapes or dtypes do not match."""
     check_fit(q, k, v, tile)
     return _Flash.apply(q, k, v, causal, tile)
 
@@ -184,6 +184,6 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, tile: int) -> None:
         )
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
         raise ValueError(
-            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; give all three one "
+            f"attention: q is {q.dtype}, k {k.dtype} and v {v.dtype}; cast all to one "
             "floating-point dtype"
         )

@@ -9,11 +9,11 @@
     in place          bus      | R0 | R1 | R2 |                       n max(R, C)
                       compute  | C0 | C1 | C2 |                       holds no blocks
 
-L: time to load a block; C: to compute it; R: to read its weights over the bus while computing. If
-pipelined, blocks share `ahead` + 1 buffers: block k + ahead replaces the computed block k - 1.
+L: time to load a block; C: time to compute it; R: time to read its weights during compute. In a
+pipelined run, blocks share `ahead` + 1 buffers: block k + `ahead` overwrites block k - 1.
 
-Forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 6.2; inference
-from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
+All three are forward only. Sources: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section
+6.2; inference from CPU memory: Sheng et al., FlexGen, arXiv 2303.06865, section 4.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from labkit.trace import RankTrace, Span, Step, Trace
 
 class Waiting:
     """Blocks, each block(x) -> x, with weights in CPU memory that are read over `bus`: by default
-    the GPU's bus, or without a GPU an unpaced `Bus`. Each block's weights are packed into a flat
+    the GPU's bus or, without a GPU, an unpaced `Bus`. Each block's weights are packed into a flat
     buffer, pinned for a GPU. Raises ValueError if blocks are not on the CPU or share a weight."""
 
     def __init__(self, blocks: Sequence[nn.Module], bus: Bus | StreamBus | None = None):
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        """A trace for plot.timeline: compute with its waits, and the bus below."""
+        """A trace for plot.timeline: compute and its waits, with the bus below them."""
         events = [arrival.event for arrival in self.arrivals]
         ended_s = max(span.ended_s for span in self.computed)
         began_s = min([self.computed[0].began_s, *(event.issued_s for event in events)])
@@ -95,12 +95,12 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
     """Load the weights of block k + `ahead` while block k computes; with `ahead` 0, nothing
     overlaps. Raises ValueError if `ahead` is negative."""
     if ahead < 0:
-        raise ValueError(f"ahead={ahead}: give the number of blocks to load ahead, 0 or more")
+        raise ValueError(f"ahead={ahead}: pass the number of blocks to load ahead, 0 or more")
     runner = _Runner(waiting, min(ahead + 1, len(waiting)))
     for k in range(ahead):
         runner.load(k)
     for k in range(len(waiting)):
-        runner.load(k + ahead)  # replaces block k - 1, which has computed
+        runner.load(k + ahead)  # overwrites block k - 1, which has been computed
         runner.arrivals[k].wait()
         x = runner.compute(k, x)
     return runner.result(x)
@@ -108,8 +108,8 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
 
 @torch.no_grad()
 def run_in_place(waiting: Waiting, x: Tensor) -> Run:
-    """Compute with the weights in CPU memory. A GPU's kernels read pinned memory over the bus, but
-    `moved_bytes` stays 0; on a paced bus, each block also waits while its bytes are read once."""
+    """Compute with weights in CPU memory. On a GPU, kernels read pinned memory over the bus, and
+    `moved_bytes` stays 0. On a paced bus, each block waits until its bytes have been read once."""
     runner = _Runner(waiting, buffers=0)
     for k in range(len(waiting)):
         x = runner.compute(k, x)
@@ -119,7 +119,7 @@ def run_in_place(waiting: Waiting, x: Tensor) -> Run:
 class _Runner:
     def __init__(self, waiting: Waiting, buffers: int):
         if not len(waiting):
-            raise ValueError("there is no block to run; give Waiting at least one")
+            raise ValueError("there is no block to run; pass at least one to Waiting")
         self.waiting, self.bus = waiting, waiting.bus
         self.moved_bytes = self.bus.moved_bytes
         self.arrivals: list[Arrival] = []
@@ -169,8 +169,8 @@ class _Runner:
 
 
 class Packed:
-    """Packs parameters and buffers of `block` into one flat CPU buffer, so one copy moves them all:
-    tensors become views of `flat`. `pin`: page-lock `flat`. Raises ValueError for non-CPU tensors.
+    """Packs parameters and buffers of `block` into one CPU tensor, `flat`, so one copy moves them
+    all; they become views of `flat`. `pin`: page-lock `flat`. Raises ValueError for other devices.
 
         flat   | norm1.weight | norm1.bias | attn.q.weight    | ...     each at a multiple of 64 B
     """
@@ -193,7 +193,7 @@ class Packed:
             tensors[name].data = view.copy_(tensors[name].detach())
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, as views of `flat`: `self.flat`, or its copy in a larger buffer."""
+        """The tensors by name, as views of `flat`: `self.flat`, or a buffer that holds a copy."""
         places = self.places.items()
         return {name: flat[at].view(dtype).view(shape) for name, (at, dtype, shape) in places}
 
@@ -211,7 +211,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
 
 
 class _Mapped:
-    """Passes torch an address via the "CUDA Array Interface", version 2; keeps the memory alive."""
+    """Passes an address to torch via the "CUDA Array Interface", version 2; keeps memory alive."""
 
     def __init__(self, flat: Tensor):
         self.flat = flat

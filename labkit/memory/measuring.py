@@ -4,9 +4,9 @@
     backward                                              | block 1 | block 0 | after
     marks              f0        f1        f2             b1        b0        a
 
-A block's level is the memory held when its forward begins, excluding its input (which its choice
-keeps or drops) and bytes in flight to the host. Its need is the peak of its own forward or
-backward above that level, independent of earlier blocks' choices, so one step per choice suffices.
+A block's level is the memory held when its forward begins, except for the block's input (kept or
+dropped by its choice) and bytes in flight to the host. Its need is the peak of its forward or
+backward above that level. Earlier blocks' choices do not change it: one step per choice suffices.
 """
 
 import weakref
@@ -45,19 +45,19 @@ def measure(
             including the state of an optimizer that has stepped.
         choices: the choices to try, which must include "none".
 
-    Clears gradients and restores random state, but not counters that forward updates (BatchNorm).
-    Raises ValueError if blocks are listed twice or not called once in order, or gradients exist."""
+    Clears gradients and restores random state, but not counters that forward updates (BatchNorm's).
+    Raises ValueError if a block is listed twice or not called once in order, or gradients exist."""
     all_blocks = blocks_of(model) if blocks is None else list(blocks)
     if "none" not in choices:
-        raise ValueError(f'choices={choices!r}: include "none", the baseline of the others')
+        raise ValueError(f'choices={choices!r}: include "none", the baseline for the others')
     if twice := [block for block in all_blocks if all_blocks.count(block) > 1]:
         raise ValueError(
             f"blocks {[i for i, x in enumerate(all_blocks) if x is twice[0]]} are one module, a "
             f"{type(twice[0]).__name__} that forward calls more than once, so the costs of one "
-            "call are unknown; leave it out, measure(..., blocks=[...])"
+            "call are unknown; leave it out: measure(..., blocks=[...])"
         )
     if any(p.grad is not None for p in model.parameters()):
-        raise ValueError("there are gradients already; call zero_grad() before you measure")
+        raise ValueError("the model already has gradients; call zero_grad() before measure()")
     names = [name for name in choices if name != "offload" or offload is not None]
     old = weakref.WeakSet(alive_storages(next(model.parameters()).device))
     if held_bytes is None:
@@ -110,9 +110,9 @@ def choose_activations(
     held_bytes: int | None = None,
 ) -> Chosen:
     """Keep, recompute or offload each block's activations, so that forward and backward (not the
-    optimizer step) hold at most `budget_bytes`, with the least recomputation. `offload`,
-    `most_moved_bytes`: an `offload_activations(model)`, and how many bytes the bus can carry during
-    a forward; both are needed to offload blocks. Other arguments: as for `measure`.
+    optimizer step) need at most `budget_bytes`, with the least recomputation. To offload blocks,
+    pass both `offload`, from `offload_activations(model)`, and `most_moved_bytes`, the bytes that
+    the bus can move during a forward. Other arguments: as for `measure`.
 
     Raises ValueError if no plan fits, naming the smallest possible budget.
 
@@ -126,7 +126,7 @@ def choose_activations(
 
 @dataclass
 class _Interval:
-    held_bytes: int = 0  # when it begins
+    held_bytes: int = 0  # at the start of the interval
     peak_bytes: int = 0
     flops: int = 0
     moved_bytes: int = 0
@@ -141,7 +141,7 @@ class _Marks(PeakMemory):
         super().__init__()
         self.intervals: dict[str, _Interval] = {}  # by the mark at which they begin
         self.leaving_bytes = 0  # the most at any mark
-        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; up to that mark
+        self._now, self._moved_bytes = _Interval(), 0  # since the last mark; bytes moved before it
         self._old, self._offload = old, offload
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,7 +178,7 @@ def _one_step(
             if len(marks.intervals) != i + 1:
                 raise ValueError(
                     f"block {i} of {len(blocks)} was not called exactly once, in order; list the "
-                    "blocks as forward calls them: measure(..., blocks=[...])"
+                    "blocks in the order of their calls: measure(..., blocks=[...])"
                 )
             marks.mark(f"f{i}", without=args)
             if i == 0:

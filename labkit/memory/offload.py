@@ -5,12 +5,12 @@
     backward        ... | block 2 | block 1 | block 0
     bus             [ back 2 ][ back 1 ][ back 0 ]      last out, first back
 
-    device memory   at most 2·in_flight offloaded tensors, instead of all
-    transfers       each saved byte once out and once back, hidden if compute takes longer
+    device memory   at most 2·in_flight offloaded tensors, instead of all of them
+    transfers       each saved byte moves out and back once; hidden if compute takes longer
 
-Autograd calls a hook for each tensor that it saves, and keeps what the hook returns (here a
-ticket); before use, another hook must return the tensor. Parameters and small tensors stay; memory
-saved by several ops (the shared input of q, k and v) moves once.
+Autograd calls a hook for each tensor that it saves, and keeps what the hook returns: a `Ticket`.
+Before backward uses the tensor, a second hook must return it. Parameters and small tensors stay;
+memory saved by several ops (the shared input of q, k and v) moves once.
 
 Source: torch, "Hooks for autograd saved tensors"; for checkpoints, Rajbhandari et al., "ZeRO",
 arXiv 1910.02054, section 5.1 (P_a+cpu); Rhu et al., "vDNN", arXiv 1602.08124, section 3.
@@ -45,13 +45,13 @@ def offload_activations(
         model: its parameters stay; only tensors on its device move.
         link: on a CPU, the speed of the simulated bus; None: memory speed.
         smallest_bytes: smaller tensors stay.
-        in_flight: the most tensors in flight per direction; beyond that, forward waits.
+        in_flight: the most tensors in flight per direction; at this limit, forward waits.
         host_bytes: size of the host block, allocated once; tensors that do not fit stay.
-        bus: replaces the device's own bus.
+        bus: used in place of the device's bus.
 
     >>> with (offload := offload_activations(model)):
     ...     value = loss(model(x))
-    >>> value.backward()  # gradients as without offload
+    >>> value.backward()  # same gradients as without offload
 
     Raises ValueError for invalid arguments; in backward, RuntimeError if a saved tensor was changed
     in place while in flight or on the device."""
@@ -60,19 +60,19 @@ def offload_activations(
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Replaces a saved tensor, and describes its storage and view."""
+    """Saved by autograd in place of a tensor; describes the tensor's storage and view."""
 
     moved: "HostCopy"
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-    conj: bool  # lazy bits of complex views, which share memory
+    conj: bool  # conj, neg: lazy bits of a complex view
     neg: bool
 
 
 class Offload:
-    """See `offload_activations`. `moved_bytes`: offloaded; `no_room_bytes`: kept, host full."""
+    """See `offload_activations`. `moved_bytes` were offloaded; `no_room_bytes` did not fit."""
 
     def __init__(
         self, model: nn.Module, link: Link | None, smallest_bytes: int, in_flight: int,
@@ -123,7 +123,7 @@ class Offload:
 
     def _pack(self, x: torch.Tensor) -> "tuple[torch.Tensor, int] | Ticket":
         moved = self._moved(x) if self._may_leave(x) else None
-        if moved is None:  # detached: an output would keep its own graph alive
+        if moved is None:  # detached: a saved output would keep its graph alive
             return x.detach(), x._version
         moved.tickets += 1
         offset = int(x.storage_offset())
@@ -137,7 +137,7 @@ class Offload:
         return storage.nbytes() >= smallest_bytes and storage._cdata not in self._stay
 
     def _moved(self, x: torch.Tensor) -> "HostCopy | None":
-        """The storage's transfer, perhaps begun for another tensor on the same storage."""
+        """The host copy of the storage of `x`, new or from an earlier tensor; None if too large."""
         storage = x.untyped_storage()
         known = self._of[storage]() if storage in self._of else None
         if known is not None and known.version == x._version:
@@ -178,7 +178,7 @@ class Offload:
 
 
 class HostCopy:
-    """One offloaded storage; lives until its last ticket is dropped with the graph.
+    """One offloaded storage; lives until autograd has freed its last ticket.
 
     here ── copy ──> leaving ── leave ──> away ── fetch ──> coming ── use ──> here
     """
@@ -207,7 +207,7 @@ class HostCopy:
         return self._seen is not None
 
     def leave(self) -> None:
-        assert self._seen is not None, "it leaves once"
+        assert self._seen is not None, "leave() is called once"
         self._trip.wait()
         self._changed = self._seen._version != self.version
         self._here = self._seen = None
@@ -218,9 +218,9 @@ class HostCopy:
             self._trip = self._bus.copy(self._here, self._host)
 
     def use(self) -> torch.Tensor:
-        """Return the bytes on the device, and drop them after the last ticket's use."""
+        """Return the bytes on the device, and drop them after the last use of a ticket."""
         flat = self._here
-        assert flat is not None, "fetched before it is used"
+        assert flat is not None, "fetch() precedes use()"
         if self._seen is None:
             self._trip.wait()
         if self._changed or (self._seen is not None and self._seen._version != self.version):
@@ -233,7 +233,7 @@ class HostCopy:
         return flat
 
     def __del__(self) -> None:
-        self._buffer.give_back(self._host)  # safe: the bus copies in order
+        self._buffer.give_back(self._host)  # safe in flight: copies run in order
 
 
 def _changed() -> RuntimeError:

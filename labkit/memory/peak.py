@@ -13,15 +13,15 @@ from labkit.memory.conditions import tensors_in
 
 
 class PeakMemory(DispatchMode):
-    """Counts the tensors created inside the `with` block, on any device, including in backward.
+    """Counts the bytes of tensors created inside the `with` block, on any device, even in backward.
 
-    `peak_bytes`: the most held at one time; `held_bytes`: held now. Views, earlier tensors and
-    tensors offloaded to the host do not count. A storage's new size counts from the next op on."""
+    `held_bytes`: the memory in use now; `peak_bytes`: its maximum, updated after each op. Views,
+    tensors created before the block and offloaded tensors do not count."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages that count until freed
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # freed storages drop out
 
     @property
     def held_bytes(self) -> int:
@@ -38,12 +38,12 @@ class PeakMemory(DispatchMode):
 
 
 def storages_in(nested: Any) -> list[torch.UntypedStorage]:
-    """The storages of the tensors in `nested`, except offloaded ones."""
+    """The storages of all tensors in `nested` that are not offloaded."""
     return [x.untyped_storage() for x in tensors_in(nested) if not is_host_memory(x)]
 
 
 def alive_storages(device: torch.device) -> list[torch.UntypedStorage]:
-    """The storages of all live tensors on `device`, except offloaded ones."""
+    """The storages of all live tensors on `device` that are not offloaded."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
     strided = [x for x in tensors if x.layout is torch.strided and x.device.type != "meta"]

@@ -1,13 +1,13 @@
-"""Recompute by policy: which ops keep their results, and which run again.
+"""Recompute by policy: the results of some ops are kept, and the other ops run again.
 
     forward    op 1   op 2   op 3   op 4       a mode intercepts each op below autograd
     policy     again  keep   again  again
     kept              [op 2]
     backward   op 1   served op 3   op 4       op 2 is not rerun: its kept result is returned
 
-`policy(op) -> bool` is called once per op of forward; True keeps the op's result (example:
-`keep_products`). Views and other ops that return an input's memory, casts (which autocast may have
-cached) and ops that write to inputs always rerun, and `policy` is not called.
+`policy(op) -> bool` is called for each op that forward runs; True keeps the op's result, as in
+`keep_products`. It is not called for ops that always rerun: views and other ops that return an
+input's memory, casts (autocast may have cached them), and ops that write to their inputs.
 
 Source: torch.utils.checkpoint, create_selective_checkpoint_contexts; Korthikanti et al., arXiv
 2205.05198, section 5.
@@ -45,11 +45,11 @@ def keep_products(op: OpOverload) -> bool:
 
 @dataclass
 class _Result:
-    """A kept result, detached: its graph would refer back to the result, a cycle."""
+    """A kept result, detached, because its graph would refer back to it: a reference cycle."""
 
     value: Any
-    random: States  # after the op, of the generators that the op drew from
-    seen: list[tuple[torch.Tensor, int]]  # tensors whose versions count writes to the memory
+    random: States  # states, after the op, of the generators from which it drew
+    seen: list[tuple[torch.Tensor, int]]  # tensors and versions, to detect writes
 
 
 class Kept:
@@ -58,7 +58,7 @@ class Kept:
     def __init__(self, policy: Policy):
         self.policy = policy
         self.results: dict[OpOverload, list[_Result | None]] = defaultdict(list)
-        self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # memory -> op and call
+        self._kept_in: dict[int, tuple[OpOverload, int]] = {}  # storage -> op, call number
 
     def keeping(self) -> "_Mode":
         return _Mode(self._keep, self._written)
@@ -71,15 +71,15 @@ class Kept:
             calls[op] += 1
             if call >= len(self.results[op]):
                 raise ValueError(
-                    f"recompute with a policy: the function called {op} {call + 1} times, and "
-                    f"{call} times in forward; it must do the same both times, so let it depend on "
-                    "its arguments only"
+                    f"recompute with a policy: the rerun made call {call + 1} of {op}, but forward "
+                    f"made only {call}; the function must do the same both times, so let it depend "
+                    "only on its arguments"
                 )
             kept = self.results[op][call]
             if kept is None:
                 return op(*args, **kwargs)
             if not torch._C._autograd._get_current_graph_task_keep_graph():
-                self.results[op][call] = None  # no other backward follows: free the result
+                self.results[op][call] = None  # the graph is freed, and so is the result
             return self._value(op, kept)
 
         return _Mode(serve)
@@ -104,7 +104,7 @@ class Kept:
         return out
 
     def _written(self, x: torch.Tensor) -> None:
-        """Drop the kept results that share memory with `x`, to which an op writes."""
+        """Drop the kept results that share memory with `x`, because an op writes to `x`."""
         for memory in _storage_ids(x) & self._kept_in.keys():
             op, call = self._kept_in.pop(memory)
             self.results[op][call] = None
@@ -113,15 +113,15 @@ class Kept:
         if any(x._version != version for x, version in kept.seen):
             raise ValueError(
                 f"recompute with a policy: the kept result of {op} was changed in place after the "
-                "function; write the change without `_`, `out=` and `[...]=`, or let the policy "
-                "return False for it"
+                "function returned; make the change without `_`, `out=` and `[...]=`, or let the "
+                "policy return False for this op"
             )
         restore(kept.random)
         return tree_map_only(torch.Tensor, torch.Tensor.detach, kept.value)
 
 
 class _Mode(DispatchMode):
-    """Calls `run` for ops that compute new tensors, and `written` for tensors that ops write to."""
+    """Calls `run` for ops that compute new tensors, and `written` for tensors that ops modify."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Mode(DispatchMode):
 
 
 def _same_version(x: torch.Tensor) -> torch.Tensor:
-    """Detach `x`, but share its version counter: a plain detach below autograd would not."""
+    """Detach `x` and share its version counter; below autograd, a plain detach would not share."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 

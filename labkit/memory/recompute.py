@@ -2,8 +2,8 @@
 
     forward    x ──> [ f1 ─ f2 ─ f3 ] ──> y        autograd saves an empty slot for each tensor
     kept       x       ▫    ▫    ▫
-    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first slot used reruns f, and the n-th
-                       ▪    ▪    ▪                 tensor saved fills the n-th slot
+    backward   x ──> [ f1 ─ f2 ─ f3 ]              the first use of a slot reruns f; the n-th
+                       ▪    ▪    ▪                 saved tensor fills the n-th slot
                        gradients, from right to left
 
     kept bytes    only the inputs: 2sbh per layer, not sbh(34 + 5as/h)
@@ -28,8 +28,8 @@ Check = Literal["shapes", "values", "none"]
 
 
 class Recomputed:
-    """`recompute` as a callable. `kept()` creates an object that keeps some results of a
-    call: its `keeping()` wraps forward, and its `serving()` wraps the rerun."""
+    """Calls `fn` with recompute. For each call, `kept()` creates an object that keeps some results:
+    its `keeping()` wraps forward, and its `serving()` wraps the rerun."""
 
     runs_again_in_backward = True  # read by context_parallel
 
@@ -68,7 +68,7 @@ class _Slot:
 
 
 class _Enough(BaseException):
-    """All slots are filled. (The user's `except Exception` does not catch a BaseException.)"""
+    """Ends the rerun once all slots are filled; a user's `except Exception` does not catch it."""
 
 
 class _Call:
@@ -118,7 +118,7 @@ class _Call:
         ):
             self.fn(*args, **kwargs)
         if len(filled) < len(self.saved):
-            raise _differs(f"the rerun saved {len(filled)} tensors, and forward {len(self.saved)}")
+            raise _differs(f"the rerun saved {len(filled)} tensors, but forward {len(self.saved)}")
         for slot, version in filled:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
@@ -147,8 +147,8 @@ class _Call:
 
 
 class _Inputs:
-    """The kept arguments, saved by an autograd node, which exposes them to outer hooks and
-    detects changes."""
+    """The arguments, kept for the rerun. An autograd node saves the tensors, so outer hooks see
+    them, and in-place changes are detected."""
 
     def __init__(self, args: Any, kwargs: Any):
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -206,7 +206,7 @@ def _fingerprint(x: torch.Tensor) -> float:
 
 
 def _leaf_of(x: torch.Tensor) -> torch.Tensor | None:
-    """The parameter that `x` is, or is a view of, if any."""
+    """The parameter of which `x` is a view, `x` if it is a parameter itself, or None."""
     root = x if x._base is None else x._base
     return root if root.is_leaf and root.requires_grad else None
 

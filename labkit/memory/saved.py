@@ -1,9 +1,9 @@
 """The tensors that forward saves for backward, as autograd reports them.
 
-Autograd passes each saved tensor to a hook, which attributes it to the module then running.
+Autograd passes each saved tensor to a hook, which attributes it to the module that is running.
 
-    norm1(x) ──> q(·)    saves its input: 2·s·b·w bytes       module "attn.q"
-             └─> k(·)    saves the same memory again          not counted
+    norm1(x) ──> q(·)    saves its input             counted for the module "attn.q"
+             └─> k(·)    saves the same memory       not counted again
 
 Parameters, buffers and sparse tensors are excluded. Source: torch, "Hooks for autograd saved
 tensors".
@@ -20,9 +20,9 @@ from torch import nn
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Memory that backward needs, and the first module and tensor that saved this memory."""
+    """Memory saved for backward, described by the first saved tensor that uses it."""
 
-    module: str  # path of the innermost module, "attn.q"; "": the outermost
+    module: str  # path of the running module: "attn.q", or "" for the outermost
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int  # of the whole storage
@@ -36,14 +36,14 @@ def saved_by(module: nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensor]:
     weights = (*module.parameters(), *module.buffers())
     own = {_memory(x) for x in weights if x.layout is torch.strided}
     running, saved = [""], []
-    alive: dict[int, torch.Tensor] = {}  # a freed storage's address could be reused
+    alive: dict[int, torch.Tensor] = {}  # keeps storages: a freed address could be reused
 
     def save(x: torch.Tensor) -> torch.Tensor:
         if x.layout is torch.strided and (key := _memory(x)) not in own and key not in alive:
             alive[key] = x.detach()
             nbytes = x.untyped_storage().nbytes()
             saved.append(SavedTensor(running[-1], tuple(x.shape), x.dtype, nbytes))
-        return x.detach()  # detached: an output would keep its own graph alive
+        return x.detach()  # detached: a saved output would keep its graph alive
 
     def enter(name: str, *_: Any) -> None:
         running.append(name)

@@ -19,7 +19,7 @@ from labkit.memory.transfers import PACED, Rates, Transfer
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over turns: until the data arrives (`done_s`) or the call returns (`returned_s`)."""
+    """Medians of turns: `done_s` until the data arrives, `returned_s` until the call returns."""
 
     way: Transfer
     numel: int
@@ -30,7 +30,7 @@ class Measured:
 def measure(
     chosen: Sequence[Transfer], numel: int, bus: Bus | None = None, turns: int = 9
 ) -> list[Measured]:
-    """Time each transfer of `numel` elements, in turns, after a warm-up; on GPUs with CUDA events.
+    """Time each transfer of `numel` elements, in turns, after a warm-up; on GPUs, with CUDA events.
     Transfers share preallocated buffers. Raises ValueError for a paced transfer without a bus."""
     buffers = Buffers(numel)
     rigs = [Rig(way, buffers, bus) for way in chosen]
@@ -45,8 +45,8 @@ def measure(
 
 
 def rates_of(measured: Iterable[Measured], paced_gbps: float = 0.0) -> Rates:
-    """Rates from one-part transfers (inside a memory, or over a bus without staging); the fastest
-    transfer sets each rate. `paced_gbps`: a paced bus's rate, in gigabits per second."""
+    """Rates from transfers of one part (inside a memory, or over a bus without staging). The
+    fastest transfer sets each rate. `paced_gbps`: the rate of a paced bus, in Gbit/s."""
     rates: dict[tuple[str, str], float] = {}
     for x in measured:
         part, *others = x.way.parts(x.numel)
@@ -76,11 +76,11 @@ class Buffers:
 
 
 class Rig:
-    """One way to transfer a tensor, with its buffers, allocated once."""
+    """One way to transfer a tensor, and its buffers, which are allocated once."""
 
     def __init__(self, way: Transfer, buffers: Buffers, bus: Bus | None = None):
         if PACED in way.ends and bus is None:
-            raise ValueError(f"{way}: needs a paced bus; pass measure(..., bus=Bus(gbps=16))")
+            raise ValueError(f"{way}: this needs a paced bus; call measure(..., bus=Bus(gbps=16))")
         self.way, self.bus = way, bus
         sent = way.dtype if way.cast == "after" else way.to
         self.source = buffers("source", way.source, way.dtype, way.pinned)

@@ -1,4 +1,4 @@
-"""Predicts the fastest way to transfer a tensor between memories.
+"""Predicts the time of each way to transfer a tensor between memories.
 
     fp32 here, fp16 there: 4 and 2 bytes per element; a cast reads and writes memory
 
@@ -8,8 +8,8 @@
 
     seconds = sum over parts of  the part's bytes / bytes per second of its memory or bus
 
-timing.py measures the rate of each memory and bus with one-part `Transfer`s; others are predicted.
-Casting before is faster if 2 / bus > 6 / here - 6 / there. Call overhead is omitted.
+Rates are measured with transfers of one part (timing.py). All other transfers are predicted,
+without the overhead of calls. Casting before the copy is faster if 2 / bus > 6 / here - 6 / there.
 
 Source: NVIDIA, CUDA C++ Best Practices Guide, "Pinned Memory"; CUDA Runtime API, "API
 synchronization behavior"; where torch casts: pytorch, aten/src/ATen/native/cuda/Copy.cu.
@@ -24,15 +24,15 @@ import torch
 
 from labkit.memory.bus import Bus
 
-PACED = "paced"  # a place: this machine's memory, but reachable only over a paced `Bus`
+PACED = "paced"  # a place: CPU memory that is reachable only over a paced `Bus`
 
 
 class Part(NamedTuple):
     """A step of a transfer. `what`: "cast", "copy" (inside a memory), "stage" (a copy into the
-    driver's pinned buffer) or "bus". `nbytes`: read and written in a memory, or sent over a bus."""
+    driver's pinned buffer) or "bus". `nbytes`: bytes read and written, or sent over a bus."""
 
     what: str
-    where: str  # a place, or "cpu → cuda:0"
+    where: str  # a place or, for a bus, "cpu → cuda:0"
     nbytes: int
 
 
@@ -82,8 +82,8 @@ class Transfer:
 
     @property
     def casts(self) -> str | None:
-        """Where the cast happens. torch casts on the GPU if non-blocking, else on the CPU; between
-        two GPUs, at the source."""
+        """Where the cast happens: "before" or "after" the copy. By default, torch casts on the GPU
+        if the copy is non-blocking, else on the CPU; between two GPUs, at the source."""
         if self.cast or self.dtype == self.to or self.source == self.target:
             return self.cast
         if not self.over_host_bus:
@@ -125,7 +125,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Rates:
-    """(what, where) of a `Part` -> bytes per second. "stage" uses the rate of a CPU "copy"."""
+    """Bytes per second by (what, where) of a `Part`; "stage" uses the rate of a CPU "copy"."""
 
     bytes_per_s: Mapping[tuple[str, str], float]
 
@@ -135,8 +135,8 @@ class Rates:
         where = "cpu" if part.where == PACED else part.where
         if (what, where) not in self.bytes_per_s:
             raise ValueError(
-                f"no rate is known for a {what} in {where}; measure ways(), which include this "
-                "part alone, or pass its rate to Rates"
+                f"no rate is known for the {what} in {where}; measure all transfers of ways(), "
+                "or pass this rate to Rates"
             )
         return part.nbytes / self.bytes_per_s[what, where]
 

@@ -7,8 +7,8 @@
     memory          4 bytes per parameter for the sums
     communication   with `comm`: 2(n-1)/n · 4 bytes per parameter and step, in one fp32 all-reduce
 
-bf16 has 8 bits of mantissa: once the sum is 512 times as large as a gradient, adding that gradient
-changes nothing. Of k equal gradients, only the first 256 to 383 count; in fp32, at least 2²⁴.
+bf16 has 8 bits of precision: once the sum is 512 times as large as a gradient, adding the gradient
+changes nothing. Of k equal gradients, only the first 256 to 383 count; in fp32, at least 2²⁴ do.
 
 Sources: Megatron-LM, `--accumulate-allreduce-grads-in-fp32`; growth of the error in a plain sum:
 Higham, "The Accuracy of Floating Point Summation", 1993, section 2.
@@ -36,8 +36,8 @@ class Fp32Gradients(NotCopyable):
     >>> optimizer.step()  # MasterWeights, or any optimizer that takes fp32 gradients
     >>> optimizer.zero_grad()
 
-    Raises ValueError if no parameter is trainable or any is wider than fp32; in backward, if a
-    strategy synchronizes the gradients, or `comm` lacks any of the strategy's ranks."""
+    Raises ValueError if no parameter is trainable or one is wider than fp32; in backward, if a
+    strategy synchronizes the gradients or `comm` lacks any of the strategy's ranks."""
 
     copy_advice = "create one for the copied model's parameters"
 
@@ -68,7 +68,7 @@ class Fp32Gradients(NotCopyable):
         if getattr(owner, "_synchronize", owner is not None):
             raise ValueError(
                 f"a {type(owner).__name__} sends these gradients as soon as they are ready; with "
-                "DDP run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
+                "DDP, run every micro-batch in `ddp.no_sync()` and pass its comm to Fp32Gradients; "
                 "ZeRO accumulates its own shards"
             )
         replicas: Comm | None = getattr(owner, "comm", None)
@@ -81,7 +81,7 @@ class Fp32Gradients(NotCopyable):
             )
         if p.grad is self.sums[p]:
             raise RuntimeError(
-                "backward has added to gradients of the last step; call optimizer.zero_grad() "
+                "backward has added to the last step's gradients; call optimizer.zero_grad() "
                 "after each step, without set_to_none=False"
             )
         if not self._arrived:
@@ -97,7 +97,7 @@ class Fp32Gradients(NotCopyable):
                 self.flat.zero_()
             self.comm.all_reduce(self.flat, op="mean")
         for p in self.parameters if self.comm is not None else self._arrived:
-            p.grad_dtype = None  # allows .grad a dtype other than p's
+            p.grad_dtype = None  # allows another dtype in .grad than in p
             p.grad = self.sums[p]
         self._arrived.clear()
 

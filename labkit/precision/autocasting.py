@@ -4,10 +4,10 @@
                                         linear ──▶ bf16 ── gelu ──▶ bf16 ── ... loss ──▶ fp32
     input   fp32 ── cast ────────▶ bf16 ┘  low             input dtype          fp32
 
-A function mode casts each op's inputs as the device's policy (op_policy.py) says. Autograd reverses
-the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the copy
-lives until the region ends. An element takes 4 bytes in a weight, 4 in its gradient, 2 in the copy.
-The region also enables torch's own autocast, which casts the ops inside one call (einsum).
+A function mode casts each op's inputs according to the device's policy (op_policy.py). Autograd
+reverses the cast: the gradient of an fp32 weight is fp32. A weight is cast once per region, and the
+copy lives until the region ends. Per element, the weight takes 4 bytes, its gradient 4 and the
+copy 2. The region also enables torch's autocast, which casts the ops inside a call of einsum.
 
 Source: Micikevicius et al., "Mixed Precision Training", arXiv 1710.03740, section 3.3; torch.amp.
 """
@@ -27,13 +27,13 @@ Casts = dict[tuple[Any, ...], tuple[torch.Tensor, int, torch.Tensor]]
 
 
 class autocast(ContextDecorator):
-    """Runs torch's ops inside the region in `dtype` (torch.bfloat16 or torch.float16) or fp32, as
-    the device's policy says. `device_type`: cast only on "cpu" or on "cuda"; None: on both.
+    """Runs each op in the region in `dtype` (torch.bfloat16 or torch.float16) or in fp32, as chosen
+    by the device's policy. `device_type`: cast only on "cpu" or on "cuda"; None: on both.
     `enabled=False`: run ops in their input dtypes, even inside an enabled region.
 
-    A region is reusable, may decorate a function and may nest, even with torch.autocast: the
-    innermost region wins. Call `backward` outside: it uses forward's dtypes. Raises ValueError for
-    a dtype that autocast or the device does not support.
+    A region is reusable, can decorate a function and can nest, even with torch.autocast: the
+    innermost region wins. Call `backward` outside the region: it uses forward's dtypes. Raises
+    ValueError for a dtype that autocast or the device does not support.
 
     >>> with autocast(torch.bfloat16):
     ...     value = loss(model(batch.x), batch)
@@ -49,13 +49,13 @@ class autocast(ContextDecorator):
         if isinstance(dtype, str):
             raise ValueError(
                 f"autocast takes the dtype first, as autocast({device_type or torch.bfloat16}, "
-                f"{dtype!r}); without a device, each op uses its own"
+                f"{dtype!r}); without device_type, it casts on all devices"
             )
         self.dtype, self.device_type, self.enabled = dtype, device_type, enabled
         self._entered: list[ExitStack] = []
 
     def _recreate_cm(self) -> "autocast":
-        """Return a new region for each decorated call: threads may call it at the same time."""
+        """Return a new region for each call of a decorated function, for use by several threads."""
         return autocast(self.dtype, self.device_type, enabled=self.enabled)
 
     def __enter__(self) -> None:
@@ -101,7 +101,7 @@ class _Casting(TorchFunctionMode):
             case "refused":
                 raise ValueError(
                     f"{op} is not safe in {self.dtype}: values near 1 round to 1, and log(1 - 1) "
-                    "is infinite; use binary_cross_entropy_with_logits before the sigmoid, or "
+                    "is infinite; use binary_cross_entropy_with_logits without a sigmoid, or "
                     "fp32 inputs inside autocast(enabled=False)"
                 )
             case _:
@@ -152,7 +152,7 @@ def tensors_in(nested: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """The dispatcher's op name: "matmul" for x @ y. In-place ops (`exp_`) are on no list."""
+    """The dispatcher's op name: "matmul" for x @ y. In-place ops (`exp_`) are in no policy."""
     name = getattr(func, "__name__", "")
     if name.startswith("__") and name.endswith("__"):
         name = name.strip("_")
@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmuls."""
+    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmul."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

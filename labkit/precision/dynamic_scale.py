@@ -35,15 +35,15 @@ class DynamicScale:
                 "leave the device out: GradScaler(init_scale=65536.0)"
             )
         ranges = {
-            "scale": (0 < self.scale < inf, "finite and more than 0; 65536 is usual"),
-            "growth_factor": (1 < self.growth_factor < inf, "more than 1; 2 is usual"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "between 0 and 1; 0.5 is usual"),
+            "scale": (0 < self.scale < inf, "a finite number above 0; 65536 is usual"),
+            "growth_factor": (1 < self.growth_factor < inf, "a number above 1; 2 is usual"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number in (0, 1); 0.5 is usual"),
             "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
             "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
         }
         for name, (is_valid, expected) in ranges.items():
             if not is_valid:
-                raise ValueError(f"GradScaler: {name}={getattr(self, name)}: {expected}")
+                raise ValueError(f"GradScaler: {name}={getattr(self, name)}; expected {expected}")
         self.scale = _fp32(self.scale)
         self.skipped = self.skipped_in_a_row = 0  # steps
 
@@ -82,8 +82,8 @@ class DynamicScale:
         if not isinstance(state, dict) or set(state) != set(known):
             names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
             raise ValueError(
-                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this one "
-                f"has {names}"
+                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this "
+                f"state has {names}"
             )
         loaded = DynamicScale(**state)
         for name in known:

@@ -11,7 +11,7 @@
                     (e4m3: normal, too; no infinity; only 1111 111 is NaN)
 
 Positive numbers sort like their bit patterns; rounding up past 1.11...1 carries into the exponent.
-`Format` computes exactly, with Python's integers and fractions; `rounded` is fast, for tensors.
+`Format` is exact, with Python's integers and fractions; `rounded` is fast and works on tensors.
 
 Sources: IEEE 754-2019, section 3.4, table 3.5 (binary16 to binary128), sections 4.3.1 (ties to
 even) and 7.4 (overflow); Intel 64 and IA-32 manual, volume 1, section 4.2.2 (the x87's 80 bits);
@@ -32,7 +32,7 @@ Exact = Fraction | float  # -0.0, inf and nan, which Fraction lacks, are floats
 
 
 class Fields(NamedTuple):
-    """Fields of a bit pattern. `leading`: the bit before the point, implicit except in x87."""
+    """Fields of a bit pattern. `leading`: the bit before the point, stored only in x87."""
 
     sign: int
     exponent: int

@@ -11,9 +11,9 @@
     e4m3   4 exponent and 3 mantissa bits: up to 448, rounding error up to 1/16 of the value
     e5m2   5 and 2 bits: up to 57344, error up to 1/8; gradients need range more than precision
 
-Each tensor is scaled to fit: s = 2^⌊log2(max/amax)⌋ with amax, its largest magnitude, and max, the
-dtype's. *Delayed* scaling uses the largest amax of recent calls, so the cast need not wait for the
-new amax; larger values saturate, and recompute is unsupported. Backward keeps x and w in 8 bits.
+Each tensor is scaled by s = 2^⌊log2(max/amax)⌋: amax is its largest magnitude, max the dtype's.
+*Delayed* scaling uses the largest amax of recent calls, so the cast need not wait for the new amax;
+larger values saturate, and recompute is unsupported. Forward saves x and w in 8 bits for backward.
 
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, section 3; delayed
 scaling: Transformer Engine, `DelayedScaling`.
@@ -31,12 +31,12 @@ from labkit.dispatch import autocast_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 CAPABILITY = (8, 9)  # the lowest compute capability with 8-bit matmuls
-LARGEST_POWER = 126  # of 2 in a scale: 1 / 2^126 is fp32's smallest normal number
+LARGEST_POWER = 126  # of two in a scale: 2^-126 is fp32's smallest normal number
 TILE = 16  # torch._scaled_mm needs sizes that are multiples of 16
 
 
 class Fp8Cast(nn.Module):
-    """Casts tensors of one role to 8 bits, scaled by their amax or by `history` earlier amaxes."""
+    """Casts tensors to 8 bits, scaled by their amax or the largest of `history` earlier amaxes."""
 
     def __init__(self, dtype: torch.dtype, history: int = 0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Fp8Cast(nn.Module):
             return amax
         before = self.amaxes.amax()
         if self.training:
-            new = torch.where(torch.isfinite(amax), amax, before)  # an inf would stay for n calls
+            new = torch.where(torch.isfinite(amax), amax, before)  # else an inf stays for n calls
             self.amaxes.copy_(torch.cat([new.view(1), self.amaxes[:-1]]))
         return torch.where(before > 0, before, amax)
 
@@ -115,12 +115,12 @@ class _Fp8Matmul(torch.autograd.Function):
 
 class Fp8Linear(nn.Module):
     """An nn.Linear with 8-bit matmuls: x [..., k] -> x wᵀ + b [..., n], in the dtype of x or of the
-    enclosing autocast region. Weight and bias are the Linear's own parameters. Tensors are scaled
-    by their own amax, or by the largest amax of `history` previous calls. `simulate`: round to 8
-    bits and multiply in fp32; None: simulate unless the device is a GPU.
+    enclosing autocast region. Weight and bias are the parameters of `linear`. Each tensor is scaled
+    by its amax, or by the largest amax of `history` previous calls. `simulate`: round to 8 bits and
+    multiply in fp32; None: simulate unless the device is a GPU.
 
-    Raises ValueError if the GPU has no 8-bit matmuls (they need capability 8.9), unless `simulate`;
-    in backward, if recompute reruns a forward that uses `history`."""
+    Raises ValueError without `simulate` if the GPU has no 8-bit matmuls (they need compute
+    capability 8.9); in backward, if recompute reruns a forward that uses `history`."""
 
     def __init__(self, linear: nn.Linear, history: int = 0, simulate: bool | None = None) -> None:
         super().__init__()
@@ -139,8 +139,8 @@ class Fp8Linear(nn.Module):
         if in_backward and self.training and len(self.cast_x.amaxes):
             raise ValueError(
                 "Fp8Linear: backward recomputes this layer's forward, and with "
-                f"history={len(self.cast_x.amaxes)} the second run would use different scales; its "
-                "gradients would be wrong; use history=0, or do not recompute it"
+                f"history={len(self.cast_x.amaxes)} the second run would use different scales, so "
+                "the gradients would be wrong; use history=0, or do not recompute this layer"
             )
         dtype = autocast_dtype(x) or x.dtype
         with torch.autocast(x.device.type, enabled=False):
@@ -175,8 +175,8 @@ def use_fp8(
 ) -> list[str]:
     """Replace each nn.Linear of `model` whose name matches the pattern `only` with an Fp8Linear;
     return the names. It is common to exclude the first and last layers. Parameters stay the same
-    objects; shared layers stay shared. Raises ValueError if no name matches or a layer has hooks:
-    apply strategies afterward.
+    objects; shared layers stay shared. Apply strategies afterward. Raises ValueError if no name
+    matches or a layer has hooks.
 
     >>> use_fp8(model, only="blocks.*")
     """
@@ -188,7 +188,7 @@ def use_fp8(
     if not linears:
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         raise ValueError(
-            f"no nn.Linear of {type(model).__name__} has a name like {only!r}; it has {names[:8]}"
+            f"no nn.Linear of {type(model).__name__} matches {only!r}; choose from {names[:8]}"
         )
     for name, linear in linears:
         if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):

@@ -8,7 +8,7 @@
     step in a block = absmax / 127        error <= half a step = absmax / 254
     bytes = numel + 4 · ceil(numel / block)
 
-An outlier coarsens only its own block; smaller blocks limit the damage, but cost 4 bytes each.
+An outlier makes only its block coarser; smaller blocks limit the damage, but cost 4 bytes each.
 
 Source: Dettmers et al., arXiv 2110.02861, section 2; "LLM.int8()", arXiv 2208.07339, section 2.1
 (absmax); Wang et al., "ZeRO++", arXiv 2306.10209, section 3.1 (quantized weight communication).

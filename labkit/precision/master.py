@@ -5,8 +5,8 @@
                       4 bytes, its fp32 master copy       } K = 12 bytes that
                       8 bytes, Adam's two moments in fp32 } only the optimizer uses
 
-bf16 has 8 bits of mantissa: an update below 1/512 of its weight is lost in the addition, as are
-some below 1/256. So the optimizer updates an fp32 copy and rounds that copy into the parameter:
+bf16 has 8 bits of precision: an update below 1/512 of the weight is lost in the addition, and so
+are some updates below 1/256. So the optimizer updates an fp32 copy, then rounds this copy:
 
     gradient (bf16) -> fp32 -> step on the master -> rounded -> parameter (bf16)
 
@@ -31,13 +31,13 @@ from labkit.precision.shadow_optimizer import (
     value_of,
 )
 
-CHUNK_BYTES = 25 * 2**20  # of masters that have fp32 gradients at once
+CHUNK_BYTES = 25 * 2**20  # of masters with fp32 gradients at the same time
 
 
 class MasterWeights(ShadowOptimizer):
-    """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and on wider
-    params directly; `params`: parameters, parameter groups or named parameters. Writes to the model
-    update the masters unless they bypass autograd (`p.data`): write under `torch.no_grad()`.
+    """Runs `optimizer_cls(**defaults)` on fp32 copies of bf16 and fp16 `params`, and directly on
+    wider params; `params`: parameters, parameter groups or named parameters. A write to a parameter
+    under `torch.no_grad()` also updates its master; a write to `p.data` does not.
 
     >>> optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=1e-3)
     """
@@ -50,7 +50,7 @@ class MasterWeights(ShadowOptimizer):
         self._step_on({p: [x] for p, x in self._master.items()}, optimizer_cls, defaults)
         self._versions = {p: p._version for p in self._low}
 
-    def __getstate__(self) -> dict[str, Any]:  # torch's method keeps only groups and state
+    def __getstate__(self) -> dict[str, Any]:  # torch's method returns only groups and state
         own = ("inner", "_master", "_low", "_versions")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
@@ -87,7 +87,7 @@ class MasterWeights(ShadowOptimizer):
             yield chunk
 
     def _check_options_unchanged(self) -> None:
-        """Raise ValueError if `inner` changed its options: every chunk needs the same options."""
+        """Raise ValueError if `inner` changed its options: all chunks need the same options."""
         for group, inner_group in zip(self.param_groups, self.inner.param_groups, strict=True):
             for key, x in options_of(inner_group).items():
                 if key not in group or (x is not group[key] and x != group[key]):

@@ -3,7 +3,7 @@
     batch -> embedding -> block 0 -> block 1 -> head -> loss = nan
       ?          ?           ?          ?        ?
 
-NaN spreads (in backward, to all gradients), so only its first occurrence in forward order matters.
+NaN spreads (in backward, to all gradients), so only the first occurrence in forward matters.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from labkit.precision.autocasting import tensors_in
 
 @torch.no_grad()
 def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
-    """Describe where `model(*args, **kwargs)` first meets NaN or inf; return None if all is finite.
+    """Describe the first NaN or inf in `model(*args, **kwargs)`, or return None if there is none.
 
     Checks arguments, parameters and buffers, then each module's inputs and outputs in one forward
-    without gradients; restores buffers and random state. Call it inside training's autocast region
-    and, under a strategy, on every rank. In inputs and buffers, -inf counts as a mask.
+    without gradients; restores buffers and random state. Call it in the autocast region of training
+    and, under a strategy, on every rank. In inputs and buffers, -inf is allowed, as in a mask.
 
     >>> find_nonfinite(model, tokens)
     'the output of blocks.3.mlp (MLP) has 64 inf among 4096 elements, the first at [0, 0, 17]; ...'
@@ -52,7 +52,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         check(
             f"the parameter {name}", x,
             "an earlier step wrote it: go back to a checkpoint, and check the gradients and the "
-            "learning rate of the steps after it",
+            "learning rate of the steps since then",
         )  # fmt: skip
     for name, x in model.named_buffers():
         check(f"the buffer {name}", x, "recreate it, or go back to a checkpoint", masks=True)
@@ -61,7 +61,7 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
             hook = part.register_forward_hook(partial(check_call, name), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(_restored(model))
-        model(*args, **kwargs)  # even after a problem: other ranks may wait for this rank
+        model(*args, **kwargs)  # even if a check failed: other ranks may wait for this rank
     return problems[0] if problems else None
 
 

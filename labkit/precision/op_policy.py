@@ -14,7 +14,7 @@ The lists are torch's (aten/src/ATen/autocast_mode.cpp and autocast_mode.h). Dev
     mv, addmv, rnn cells                  input dtype     low
     FFTs, matrix decompositions           fp32            input dtype
     cat, stack                            promote         input dtype (torch promotes by itself)
-    binary_cross_entropy                  fp32            refused: near log(0) in fp16
+    binary_cross_entropy                  fp32            refused: fp16 leads to log(0)
 
 The CPU lists assume bf16 (fp32's range), the GPU lists fp16 (largest number 65504 < exp(12)).
 """
@@ -47,7 +47,7 @@ MATMULS = _ops("""
     linear matmul mm bmm addmm addbmm baddbmm linalg_vecdot prelu scaled_dot_product_attention
     conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d _convolution
 """)
-# Calls with matmuls inside: torch's autocast sees the matmuls, labkit's mode only the call.
+# Calls with matmuls inside: torch's autocast sees the matmuls, labkit's mode sees only the call.
 CALLS_OF_MATMULS = _ops("chain_matmul linalg_multi_dot linalg_matmul")
 
 
@@ -56,7 +56,7 @@ LOSSES = _ops("""
     nll_loss nll_loss2d nll_loss_nd cross_entropy_loss binary_cross_entropy_with_logits
     cosine_embedding_loss hinge_embedding_loss margin_ranking_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss
-""")  # nll_loss_nd is nll_loss with any number of dims; cross_entropy_loss calls it
+""")  # nll_loss_nd is nll_loss with any number of dimensions; cross_entropy_loss calls it
 
 CPU = OpPolicy(
     low=MATMULS

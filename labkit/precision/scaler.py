@@ -56,7 +56,7 @@ class PendingStep:
 
 
 class GradScaler:
-    """`torch.amp.GradScaler`, but all ranks skip the same steps.
+    """Like `torch.amp.GradScaler`, but all ranks skip the same steps.
 
     >>> scaler.scale(loss).backward()
     >>> scaler.unscale_(optimizer)            # only to clip or inspect gradients
@@ -67,8 +67,8 @@ class GradScaler:
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         comm: the ranks that step together, such as the ranks of a mesh axis; by default all ranks.
-        skip_bad_losses: silently skip if the loss was inf or NaN before scaling, as torch does.
-            Otherwise `step` raises: a smaller scale cannot help.
+        skip_bad_losses: if the loss was inf or NaN before scaling, skip the step silently, as torch
+            does. By default, `step` raises ValueError: a smaller scale cannot help.
 
     Supports torch's optimizers on fp32 weights (or ZeRO3 shards), MasterWeights and ZeroOptimizer.
     All ranks of `comm` must call `unscale_`, `step` and `update`; a rank without a loss calls
@@ -109,7 +109,7 @@ class GradScaler:
                 f"scale({type(outputs).__name__}): the loss must be a tensor, or a list or tuple "
                 "of tensors"
             )
-        loss = outputs.detach()  # reduced to one element, checked if a step is skipped
+        loss = outputs.detach()  # reduced to one element; checked if a step is skipped
         self._losses.append(loss if loss.numel() < 2 else loss.abs().amax())
         # Uses a tensor of shape (), as torch does: a float would keep an fp16 loss in fp16.
         return outputs * torch.full((), self._scale.scale, device=loss.device, dtype=torch.float32)
@@ -118,8 +118,7 @@ class GradScaler:
     def unscale_(self, trained: Trained) -> None:
         """Divide the gradients of an optimizer or a model by the scale, after the last backward.
         16-bit gradients (MasterWeights, ZeroOptimizer) are unscaled in `step`: clip them with
-        `clip_grad_norm(optimizer, ...)`. Raises ValueError if gradients are already unscaled or
-        clipped."""
+        `clip_grad_norm(optimizer, ...)`. Raises ValueError if called twice or after clipping."""
         if not self._enabled:
             return
         self._check_scaled("unscale_")
@@ -176,8 +175,8 @@ class GradScaler:
         return None
 
     def update(self, new_scale: float | None = None) -> None:
-        """End the step: update the scale, or set it to `new_scale`. An optimizer without
-        gradients on any rank is ignored if others have some; an unscaled step not taken is dropped.
+        """End the step: update the scale, or set it to `new_scale`. Ignores an optimizer without a
+        gradient on any rank if others have gradients; drops a step that was unscaled but not taken.
         Raises ValueError without a step, or if the scale is below 1 after 20 skips in a row."""
         if not self._enabled:
             return
@@ -231,7 +230,7 @@ class GradScaler:
                 f"GradScaler: the loss was {bad[0].item()} before scaling, so the cause is not "
                 "the scale, but NaN or inf in the batch or the weights, or an overflow in "
                 "forward. labkit.find_nonfinite(model, *batch), inside the same autocast region "
-                "as the forward, names where it begins. The step was skipped on all ranks; "
+                "as the forward, reports where it begins. The step was skipped on all ranks; "
                 "GradScaler(skip_bad_losses=True) skips silently"
             )
 

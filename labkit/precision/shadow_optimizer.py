@@ -1,9 +1,9 @@
-"""An optimizer that steps on shadow parameters in place of the model's.
+"""An optimizer that steps on shadow parameters instead of the model's parameters.
 
     the user's loop, a scheduler          ShadowOptimizer         inner, any torch optimizer
     param_groups with the parameters  ->  options handed down ->  the same groups, with shadows
 
-A shadow is an fp32 copy (master.py), a slice of a parameter, or both (parallel/zero/zero.py).
+A shadow is a parameter's fp32 copy (master.py), a slice, or both (parallel/zero/zero.py).
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -16,12 +16,12 @@ LOW = (torch.bfloat16, torch.float16)  # too coarse to add small updates to
 
 
 def fp32_of(x: torch.Tensor) -> torch.Tensor:
-    """`x` detached, in fp32 if its dtype has 16 bits."""
+    """Detach `x`, and convert it to fp32 if its dtype has 16 bits."""
     return x.detach().float() if x.dtype in LOW else x.detach()
 
 
 def fp32_gradient(gradient: torch.Tensor, factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Return a 16-bit gradient as a new fp32 tensor, times `factor`; other gradients unchanged."""
+    """A 16-bit `gradient` as a new fp32 tensor, times `factor`; a wider `gradient` unchanged."""
     if gradient.dtype not in LOW:
         return gradient
     copied = gradient.float()
@@ -34,7 +34,7 @@ def sync_master_from_param(master: torch.Tensor, x: torch.Tensor) -> None:
 
 
 class ShadowOptimizer(torch.optim.Optimizer):
-    """`param_groups` hold the model's parameters; `inner` steps on the shadows and owns `state`."""
+    """`param_groups` lists the model's parameters; `inner` steps on shadows and owns `state`."""
 
     inner: torch.optim.Optimizer
     defaults: dict[str, Any]
@@ -90,16 +90,16 @@ class ShadowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _position(self) -> list[int]:
-        """The rank and rank count that this state belongs to."""
+        """The rank and number of ranks to which this state belongs."""
         return [0, 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, to load on the same rank, with the same rank count and model."""
+        """This rank's state, for the same rank of the same number of ranks and the same model."""
         self._hand_down_options()  # a scheduler may have changed options
         return {**self.inner.state_dict(), "masters": self._masters(), "whose": self._position()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises ValueError for a state of a different rank, rank count or model."""
+        """Raises ValueError for a state of a different rank, number of ranks or model."""
         inner_state, own = dict(state_dict), self._masters()
         masters, position = inner_state.pop("masters", None), inner_state.pop("whose", None)
         if position != self._position() or [x.shape for x in masters] != [x.shape for x in own]:
@@ -126,7 +126,7 @@ class ShadowOptimizer(torch.optim.Optimizer):
 
 
 class NotCopyable:
-    """Owns hooks on parameters: a copy would lack the hooks and silently do nothing."""
+    """Has hooks on parameters: a copy would lack these hooks and silently do nothing."""
 
     copy_advice: str  # what to do instead
 

@@ -1,4 +1,4 @@
-"""A loss scaler's work on gradients: collect them, check for inf and NaN, divide by the scale.
+"""Gradients in a loss scaler: collect them, check for inf and NaN, and divide by the scale.
 
                         gradients       are unscaled                   kept until the step
     torch's optimizers  fp32 (or bf16)  at once, in place
@@ -29,7 +29,7 @@ def parameters_of(trained: Trained) -> list[torch.Tensor]:
 
 
 def gradients_of(trained: Trained) -> list[torch.Tensor]:
-    """This rank's gradients; of a sparse gradient, its values."""
+    """This rank's gradients; for a sparse gradient, only its values."""
     if isinstance(trained, ShadowOptimizer):
         gradients = trained.own_gradients()
     else:
@@ -39,8 +39,8 @@ def gradients_of(trained: Trained) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
-    """Divide the gradients by `scale`. Returns a tensor of shape (), to avoid a GPU sync: 1 if any
-    is inf or NaN, else 0; None without gradients. Raises ValueError for fp16 division in place."""
+    """Divide the gradients by `scale`. Returns 1 if any element is inf or NaN, else 0, as a tensor,
+    to avoid a GPU sync; None without gradients. Raises ValueError if it would divide in fp16."""
     gradients = gradients_of(trained)
     keeps_scale = isinstance(trained, ShadowOptimizer)
     low = [x for x in gradients if keeps_scale and x.dtype in LOW]
@@ -55,7 +55,7 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale
     flags = [_multiply(group, 1 / scale) for group in _by_kind(unscaled_here)]
-    flags += [_multiply(group, 1.0) for group in _by_kind(low)]  # only check
+    flags += [_multiply(group, 1.0) for group in _by_kind(low)]  # checks without dividing
     return torch.stack([x.to(flags[0].device) for x in flags]).amax() if flags else None
 
 
@@ -81,13 +81,13 @@ def still_scaled(trained: Trained) -> list[tuple[int, int]]:
 
 
 def check_owner(trained: Trained, comm: Comm | None) -> None:
-    """Raise ValueError if an optimizer holds a model's gradients, or `comm` omits some ranks."""
+    """Raise ValueError if an optimizer owns the gradients, or `comm` lacks any of their ranks."""
     parameters = parameters_of(trained)
     owner = getattr(parameters[0], "_labkit_owner", lambda: None)() if parameters else None
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
     if isinstance(trained, nn.Module) and isinstance(owner, ShadowOptimizer):
         raise ValueError(
-            f"GradScaler.unscale_: a {name} holds the gradients of this model; pass the optimizer"
+            f"GradScaler.unscale_: a {name} owns the gradients of this model; pass this optimizer"
         )
     marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # see parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]
@@ -95,9 +95,9 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
     for what, needed in spans:
         if comm is not None and needed is not None and not {*needed.ranks} <= {*comm.ranks}:
             raise ValueError(
-                f"GradScaler: {what} ranks {list(needed.ranks)}, the scaler only "
-                f"{list(comm.ranks)}, so some ranks would skip a step that others take; create "
-                "the scaler with a comm of all these ranks"
+                f"GradScaler: {what} ranks {list(needed.ranks)}, but the scaler spans "
+                f"only {list(comm.ranks)}, so some ranks would skip a step that others take; "
+                "create the scaler with a comm of all these ranks"
             )
 
 
@@ -111,7 +111,7 @@ def mark_clipped(gradients: Iterable[torch.Tensor]) -> None:
 
 
 def check_not_clipped(trained: Trained, scale: float) -> None:
-    """Raise ValueError if gradients were clipped, and not written to afterward."""
+    """Raise ValueError if gradients were clipped and have not changed since."""
     if any(getattr(_base(x), "_labkit_clipped", -1) == x._version for x in gradients_of(trained)):
         raise ValueError(
             "GradScaler: the gradients were clipped while still multiplied by the scale, "
@@ -127,5 +127,5 @@ def forget_clipped(trained: Trained) -> None:
 
 
 def _base(x: torch.Tensor) -> torch.Tensor:
-    """The base of `x`: it outlives its views, and its version counts writes to every view."""
+    """The tensor of which `x` is a view, or `x`: its version counts writes to all its views."""
     return x if x._base is None else x._base

@@ -80,7 +80,7 @@ def test_an_exercise_that_uses_another_says_so(monkeypatch: pytest.MonkeyPatch):
     solution, stub = answer(second.name, "solved"), answer(first.name, "student")
     monkeypatch.setattr(first, "passed", None)
     monkeypatch.setitem(solution.__globals__, "my_all_gather", stub)
-    says = "you left the stub of my_all_gather", "my_all_gather, not passed yet: start there"
+    says = "you left the stub of my_all_gather", "First pass my_all_gather, which your code calls"
     raises(says, second, solution, error=CheckFailed)
 
 
@@ -296,7 +296,7 @@ def test_memory_is_counted_by_storage_and_falls_when_tensors_go_or_are_resized()
     (float("nan"), 0.0, "nan; expected 0.0"),
     ((1, 2, 3), (1, 2), "a tuple of length 3; expected length 2"),
     ((1, 3), (1, 2), "(1, 3); expected (1, 2)"),
-    ([0] * 30, [*[0] * 29, 1], "0; expected 1 (at place 29)"),
+    ([0] * 30, [*[0] * 29, 1], "0; expected 1 (at index 29)"),
     (7, (7, 0), "an int; expected a tuple"),
     ("b", "a", "'b'; expected 'a'"),
 )  # fmt: skip
@@ -360,7 +360,7 @@ def test_a_failure_is_its_message_alone():
 
 
 def test_a_call_instead_of_a_function_is_reported():
-    says = "this is a float; the check runs your function itself"
+    says = "the check got a float, but needs a function to call"
     raises(says, Exercise("00.example", 1, passing), 3.5, error=CheckFailed)
 
 
@@ -371,8 +371,8 @@ def test_the_report_adds_up_what_has_passed(monkeypatch: pytest.MonkeyPatch):
     text = repr(report("77")).splitlines()
     assert text[0] == "77.first     0 of 1"
     assert text[1].startswith("77.second  ✓ 3 of 3   your score: 48")
-    assert text[2] == "in all       3 of 4"
-    raises("no exercises; give a lab's number", report, "78")
+    assert text[2] == "total        3 of 4"
+    raises("no exercises; pass a lab's number", report, "78")
 
 
 def test_a_prediction_stands_beside_what_was_measured():
@@ -399,7 +399,7 @@ def test_a_prediction_must_be_made():
     raises("sent_bytes is not predicted yet", predict, sent_bytes=..., error=CheckFailed)
     says = "sent_bytes is a str, but a number is expected"
     raises(says, predict, sent_bytes="4 MB", error=CheckFailed)
-    raises("give the same names", predict(sent_bytes=4).beside, messages=3)
+    raises("use the same names", predict(sent_bytes=4).beside, messages=3)
     unnamed = raises("no name: 3, 2", predict, 3, 2, error=CheckFailed)
     assert "Name each prediction, as in" in unnamed.hint
     nothing = raises("nothing is predicted yet", predict().beside, sent_bytes=4, error=CheckFailed)

@@ -217,7 +217,7 @@ def test_weights_that_cannot_wait_are_refused():
     with pytest.raises(ValueError, match="weight is on meta, but must be in CPU memory"):
         Waiting([nn.Linear(2, 2, device="meta")], Bus())
     raises("there is no block to run", load_then_run, Waiting([], Bus()), torch.ones(1))
-    with pytest.raises(ValueError, match="ahead=-1: give the number of blocks"):
+    with pytest.raises(ValueError, match="ahead=-1: pass the number of blocks"):
         run_pipelined(Waiting(blocks(), Bus()), torch.ones(6), ahead=-1)
 
 

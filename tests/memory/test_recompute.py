@@ -527,7 +527,7 @@ def test_memory_of_the_second_run_is_let_go() -> None:
 CHANGED: dict[str, tuple[Callable[[Tensor, int], Tensor], dict[str, Any], str]] = {
     "fewer tensors": (
         lambda x, k: x.sin() if k == 2 else x.sin().exp(), {},
-        r"the rerun saved 1 tensors, and forward 2",
+        r"the rerun saved 1 tensors, but forward 2",
     ),
     "more tensors": (
         lambda x, k: x.sin().exp() if k == 2 else x.sin(), {"check": "values"},
@@ -549,7 +549,7 @@ CHANGED: dict[str, tuple[Callable[[Tensor, int], Tensor], dict[str, Any], str]] 
     "more calls under a policy": (
         lambda x, k: [x.detach() @ x.detach() for _ in range(k)] and x.sin(),
         {"policy": lambda op: True},
-        "called aten.mm.default 2 times, and 1 times in forward",
+        "made call 2 of aten.mm.default, but forward made only 1",
     ),
 }  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_rates_come_from_ways_of_one_part():
     assert found.bytes_per_s == {("copy", "cpu"): 100.0, ("bus", "cpu → cuda:0"): 20.0}
     paced = rates_of(measured, paced_gbps=16.0).bytes_per_s
     assert paced["bus", "cpu → paced"] == paced["bus", "paced → cpu"] == 2e9
-    words = "no rate is known for a cast in cpu; measure ways"
+    words = "no rate is known for the cast in cpu; measure all transfers of"
     raises(words, found.predict_s, to_device("before"), 100)
 
 

@@ -108,9 +108,7 @@ def test_a_strategy_that_sends_gradients_in_order_of_arrival_is_an_error() -> No
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters(), comm)
     row = torch.ones(1, 2).bfloat16()
-    raises(
-        "DDP sends these gradients as soon as they are ready; with DDP run", ddp(row).sum().backward
-    )
+    raises("DDP sends these gradients as soon as they are ready; with DDP", ddp(row).sum().backward)
     ddp = DDP(nn.Linear(2, 1).bfloat16(), comm)
     gradients = Fp32Gradients(ddp.parameters())
     with ddp.no_sync():

@@ -179,15 +179,15 @@ def test_clipping_before_unscaling_is_refused(by: str) -> None:
 
 test_arguments_that_cannot_be_are_refused = refusals(
     lambda options: GradScaler(**options),
-    ({"init_scale": 0.0}, "scale=0.0: finite and more than 0"),
+    ({"init_scale": 0.0}, "scale=0.0; expected a finite number above 0"),
     ({"init_scale": "cuda"}, "uses the device of the gradients; leave the device out"),
-    ({"init_scale": -1.0}, "scale=-1.0: finite"),
-    ({"init_scale": float("nan")}, "scale=nan: finite"),
-    ({"init_scale": float("inf")}, "scale=inf: finite"),
-    ({"growth_factor": 1.0}, "growth_factor=1.0: more than 1"),
-    ({"backoff_factor": 1.0}, "backoff_factor=1.0: between 0 and 1"),
-    ({"backoff_factor": 0.0}, "backoff_factor=0.0: between 0 and 1"),
-    ({"growth_interval": 0}, "growth_interval=0: 1 step or more"),
+    ({"init_scale": -1.0}, "scale=-1.0; expected a finite number"),
+    ({"init_scale": float("nan")}, "scale=nan; expected a finite number"),
+    ({"init_scale": float("inf")}, "scale=inf; expected a finite number"),
+    ({"growth_factor": 1.0}, "growth_factor=1.0; expected a number above 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor=1.0; expected a number in"),
+    ({"backoff_factor": 0.0}, "backoff_factor=0.0; expected a number in"),
+    ({"growth_interval": 0}, "growth_interval=0; expected 1 step or more"),
 )
 
 
@@ -195,9 +195,9 @@ def test_foreign_state_is_refused_and_changes_nothing() -> None:
     scaler = GradScaler(init_scale=4.0)
     before = scaler.state_dict()
     for state, words in (
-        ({}, "this one has nothing"),
-        ({"scale": 1.0}, "this one has scale"),
-        (nn.Linear(1, 1).state_dict(), "this one has weight, bias"),
+        ({}, "this state has nothing"),
+        ({"scale": 1.0}, "this state has scale"),
+        (nn.Linear(1, 1).state_dict(), "this state has weight, bias"),
         ({**before, "scale": -2.0}, "scale=-2.0"),
         ({**before, "_growth_tracker": -1}, "_growth_tracker=-1"),
     ):

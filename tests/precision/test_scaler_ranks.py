@@ -78,7 +78,7 @@ def test_the_ranks_of_a_smaller_group_decide_for_themselves() -> None:
     wrapped = ZeRO3(nn.Linear(3, 3))
     scaler.scale(wrapped(fresh()[1]).sum()).backward()
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    raises(r"ZeRO3 spans ranks \[0, 1\], the scaler only", scaler.step, optimizer)
+    raises(r"ZeRO3 spans ranks \[0, 1\], but the scaler spans only", scaler.step, optimizer)
 
 
 @on_each_rank("world2")
@@ -145,7 +145,7 @@ def test_the_model_of_a_zero_optimizer_is_not_unscaled_past_it() -> None:
     model, x, _, scaler = fresh()
     optimizer = ZeroOptimizer(model.parameters(), torch.optim.SGD, 2, lr=0.1)
     scaler.scale(model(x).sum()).backward()
-    raises("a ZeroOptimizer holds the gradients of this model", scaler.unscale_, model)
+    raises("a ZeroOptimizer owns the gradients of this model", scaler.unscale_, model)
     optimizer.clip_grad_norm_(1.0)
     raises("clipped while still multiplied by the scale", scaler.step, optimizer)
 

@@ -36,9 +36,9 @@ def collects_everything(comm, value):
 # ---- swap(comm, x)
 
 Solution("00.swap").slips("""
-both_send_first: All of them wait in a send: one must do the other first
+both_send_first: All of them wait in a send: one must start with the other call
     if comm.rank < partner -> if comm.rank < comm.size
-both_receive_first: All of them wait in a recv: one must do the other first
+both_receive_first: All of them wait in a recv: one must start with the other call
     if comm.rank < partner -> if comm.rank < 0
 does_not_wait_for_its_send: rank 0 returns before its send has completed
     comm.send(x, partner)
@@ -73,7 +73,7 @@ receives_into_another_tensor: rank 1 of 2 now holds a tensor that differs in 5 o
     comm.recv(x, -> comm.recv(torch.empty_like(x),
 sends_to_itself: raised ValueError: rank 0 cannot send to or receive from itself
     comm.send(x, comm.rank + reach) -> comm.send(x, comm.rank)
-never_waits: isend only starts it and returns a handle: wait for the handle
+never_waits: isend only starts the operation and returns a handle: call handle.wait
     comm.send( -> comm.isend(
     comm.recv( -> comm.irecv(
 yields_as_the_library_does: your function has a `yield`

@@ -19,7 +19,7 @@ sends_every_chunk_twice: rank 0 of 2 sends 32 bytes
 overwrites_its_own_data: rank 0 ends with the data of rank 1 in chunk 0
     pass_on(comm, give, incoming) -> pass_on(comm, give, take)
     take += incoming -> pass
-all_send_first: All of them wait in a send: one must do the other first
+all_send_first: All of them wait in a send: one must start with the other call
     pass_on(comm, give, incoming) ->
         comm.send(give, (comm.rank + 1) % n)
         comm.recv(incoming, (comm.rank - 1) % n)

@@ -102,9 +102,9 @@ def takes_the_mean_of_means(ddp, parts):
 Solution("05.choose_buckets").slips("""
 one_bucket: no less than with a single bucket
     return [len(nbytes)]
-drops_the_remainder: that does not cut 68 gradients into buckets
+drops_the_remainder: which does not split 68 gradients into buckets
     return [10] * (len(nbytes) // 10)
-returns_the_bytes: that does not cut 68 gradients into buckets
+returns_the_bytes: which does not split 68 gradients into buckets
     return nbytes
 """)
 

@@ -159,7 +159,7 @@ one_bucket: the two clusters' peaks add up to
     return [len(backward.nbytes)]
 one_message_for_each_gradient: rank 0 sends 100 messages
     return [1] * len(backward.nbytes)
-drops_the_remainder: that does not cut 100 gradients into buckets
+drops_the_remainder: which does not split 100 gradients into buckets
     return [3] * messages
 almost_all_in_the_last: the two clusters' peaks add up to
     return [1] * (messages - 1) + [len(backward.nbytes) - messages + 1]

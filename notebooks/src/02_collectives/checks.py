@@ -64,7 +64,8 @@ def my_all_gather(student: Student) -> Iterator[str]:
         check_neighbor(ran)
         right_sizes = [sizes[(rank + 1) % size] for rank in range(size)]
         expected_bytes = [4 * (sum(sizes) - other) for other in right_sizes]
-        check_sent(ran, "all_gather", expected_bytes, "every chunk except one, once")
+        reason = "every chunk except its right neighbor's, once"
+        check_sent(ran, "all_gather", expected_bytes, reason)
         check_steps(movement, size - 1)
     yield "every rank has all chunks, on 2, 3 and 4 ranks, also if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
@@ -150,7 +151,7 @@ def _run_from_root(comm: Any, student: Student, root: int) -> torch.Tensor:
 
 @exercise(points=1)
 def crossover_bytes(student: Student) -> Iterator[str]:
-    """crossover_bytes(n, alpha_s, beta_s_per_byte): size where ring and tree take equal time."""
+    """crossover_bytes(n, alpha_s, beta_s_per_byte): the size at which ring and tree cross over."""
     for n, alpha_s, beta in (
         (4, 5e-3, 80e-9),
         (8, 1e-5, 2e-11),

@@ -143,7 +143,7 @@ def serve(student: Student) -> Iterator[str]:
                 expected=final.tolist(),
                 hint="Update w in place: w -= ..., not w = w - ...",
             )
-    yield "a late worker delays no other, whichever is late"
+    yield "a late worker does not delay the other, whichever worker is late"
     yield f"{2 * PUSHES} gradients applied one by one, each answered with the new weights"
 
 

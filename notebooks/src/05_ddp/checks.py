@@ -138,7 +138,7 @@ def accumulate(student: Student) -> Iterator[str]:
                 f"with {len(rows)} micro-batches, {size} ranks send {sent:,} bytes in total, "
                 f"{sent / once:g} × the necessary bytes.",
                 expected=f"{once:,} bytes: all gradients once",
-                hint="Which backward passes need not send? `with ddp.no_sync():` prevents it.",
+                hint="Which backward passes need not send? Run them under `with ddp.no_sync():`.",
             )
     yield "the gradient of the whole batch, from even and from uneven micro-batches"
     yield "all gradients sent once"
@@ -162,7 +162,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
                 f"on the {name} machine the ranks wait {exposed:,.0f} µs after backward, no less "
                 "than with a single bucket.",
                 expected=f"less than {one_us:,.0f} µs",
-                hint="Few buckets start late, many buckets add latency: try some sizes.",
+                hint="Few buckets start late, and many buckets add latency: try some sizes.",
             )
         total_us += exposed
     yield "each gradient in one bucket, sent by 2 ranks, for a slow and a fast machine"

@@ -310,7 +310,7 @@ def _check_weights(
         f"on {size} ranks, rank {rank}'s weights are wrong in share {first_wrong}: "
         f"{difference(actual.float(), expected.float(), within)}.",
         hint="Step AdamW with this lr, once per step. Make the fp32 master copy once: it keeps "
-        "what bf16 rounds away. Round it into the weights.",
+        "what bf16 rounds away. Round the copy into the weights.",
     )
 
 
@@ -321,8 +321,8 @@ def _check_weight_bytes(size: int, ran: Ran, weights_bytes: int) -> None:
         fail(
             f"{size} ranks send {sum(ran.sent_bytes):,} bytes in {ADAM_STEPS} steps.",
             expected=f"{expected:,}: in each step, each rank sends its share of the bf16 weights "
-            "to all",
-            hint="Which collective sends every rank's share to all? In which dtype?",
+            "to all other ranks",
+            hint="Which collective sends every rank's share to all ranks? In which dtype?",
         )
 
 
@@ -344,4 +344,4 @@ def _check_counts(rank: int, counts: Any, gradients: int) -> None:
     """Fails unless `counts` splits the gradients into at most MESSAGES buckets."""
     is_a_cut(rank, counts, gradients)
     if len(counts) > MESSAGES:
-        fail(f"rank {rank} sends {len(counts)} messages.", expected=f"{MESSAGES} at most")
+        fail(f"rank {rank} sends {len(counts)} messages.", expected=f"at most {MESSAGES}")

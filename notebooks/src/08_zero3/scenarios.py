@@ -69,7 +69,8 @@ def single_process(size: int) -> list[Tensor]:
 
 def unsharded(rank: int, size: int) -> dict[str, Any]:
     """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
-    between the passes, and peak bytes plus the largest weight, its gradient and share gradients."""
+    between the passes, and peak bytes plus the largest weight, its gradient and all shares'
+    gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
         value = _loss(x, [partial(_linear, weight=w) for w in whole])

@@ -163,7 +163,7 @@ def _two_all_reduces(size: int, ran: Ran) -> None:
                 f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, with {ran.ops[rank]}.",
                 expected=f"{expected_bytes:,.0f}: an all-reduce of y in forward, one of dx in "
                 "backward",
-                hint="The bias and its gradient need no communication: every rank has all of y's.",
+                hint="The bias's gradient needs no communication: every rank has y's gradient.",
             )
 
 
@@ -225,7 +225,7 @@ def cross_entropy(student: Student) -> Iterator[str]:
             if problem := difference(value, right, 1e-4):
                 fail(
                     f"{where}, rank {rank}'s loss is {problem}.",
-                    hint="It is the log of the sum of exp over all ranks' logits, minus the "
+                    hint="The loss is the log of the sum of exp over all ranks' logits, minus the "
                     "target's logit. Which rank has the target's logit?",
                 )
             if gradient is None or difference(gradient, right_gradient, 1e-4):

@@ -180,7 +180,7 @@ def choose(student: Student) -> Iterator[str | Score]:
         fail(
             f"for all jobs together, a rank waits {total:,.0f} µs.",
             expected=f"less than {uniform[1]:,.0f} µs, with rings only, and less than "
-            f"{uniform[u]:,.0f} µs, where every job has u = {u} or the largest u below",
+            f"{uniform[u]:,.0f} µs, where every job has u = {u} or the largest valid u below",
             hint="Which communication overlaps with compute? Which uses the slow network?",
         )
     yield "each u divides the numbers of ranks and heads"

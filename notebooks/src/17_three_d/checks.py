@@ -144,7 +144,7 @@ def global_norm(student: Student) -> Iterator[str]:
             )
     yield f"the norm of one process, on all ranks of {len(NORM_MESHES)} meshes"
     yield "replicas, replicated parameters and the tied embedding counted once"
-    yield "a few elements sent"
+    yield "each rank sends only a few elements"
 
 
 def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
@@ -225,7 +225,7 @@ SMALLEST = "4 ranks in 2 nodes"
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): the axes, outermost first, that send the fewest bytes out of nodes."""
+    """choose(job): the axes, outermost first, that send the fewest bytes between nodes."""
     layout_of = {}
     for name, job in {**JOBS, SMALLEST: TINY}.items():
         axes = alone(student, job)
@@ -248,7 +248,7 @@ def choose(student: Student) -> Iterator[str | Score]:
             "pipeline that fits over nodes, and data parallelism with the remaining ranks",
             hint="A longer pipeline makes all-reduces smaller. Where is pp in the order of axes?",
         )
-    yield "every layout keeps the limits on memory and on the bubble"
+    yield "every layout stays within the limits on memory and on the bubble"
     yield f"with {SMALLEST}, {counted:,.0f} bytes left nodes, as calculated"
     yield Score(round(percent), BEST_PERCENT, "percent of the rule of thumb's bytes")
 

@@ -160,7 +160,7 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Unsharded gradients of a stage: a matrix, a norm; on the first and last, the embedding."""
+    """Whole gradients of a stage: a matrix, a norm; on the first and last stage, the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:

@@ -41,7 +41,7 @@ def check_data(
 
 
 def in_words(content: Content, chunk: int) -> str:
-    """The content of a chunk: "the data of ranks 0 and 2, with rank 2's added 2 times,"."""
+    """A chunk's content in words: "the data of ranks 0 and 2, with rank 2's added 2 times,"."""
     if not content.counts:
         return "values that are not a sum of the ranks' data"
     if content.is_empty:

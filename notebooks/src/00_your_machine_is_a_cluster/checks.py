@@ -96,12 +96,12 @@ def find_max(student: Student) -> Iterator[str | Score]:
     all_bytes = 4 * 3 * rows[0].nbytes
     if total >= all_bytes:
         fail(
-            f"the 4 ranks send {total:,} bytes in total: each sends all its values.",
+            f"the 4 ranks send {total:,} bytes in total: each rank sends all its values.",
             expected=f"far fewer than {all_bytes:,}",
             hint="How much must other ranks know about a rank's 1,000 values?",
         )
     yield "every rank returns the position of the largest of 4 × 1,000 values, for 6 inputs"
-    yield "also if the two largest values are adjacent in float32, and if all are negative"
+    yield "even if the two largest are adjacent in float32, and if all values are negative"
     # Three ranks send their maximum (4 bytes) to the fourth, which sends them the rank of the
     # largest (1 byte); that rank sends the index (2 bytes) to the other three.
     yield Score(total, 3 * 4 + 3 * 1 + 3 * 2, "bytes sent by all ranks")

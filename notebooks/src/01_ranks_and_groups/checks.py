@@ -21,7 +21,7 @@ from . import scenarios
 
 SMALL_MESHES = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE_MESH = {"pp": 16, "dp": 8, "tp": 8}
-MOST_CALLS = 4  # to the store, per rank and barrier: two are enough
+MOST_CALLS = 4  # the limit for calls to the store, per rank and barrier; two are enough
 LATE_S = 0.1
 LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this time counts as endless
 
@@ -71,7 +71,7 @@ def groups_along(student: Student) -> Iterator[str]:
             ran = run(size, _sums_in_groups, returned)
             sums = [sum(line) for rank in range(size) for line in expected if rank in line]
             equal(ran.values, sums, what=f"gets, in its {axis} group, a sum of")
-    yield "an all-reduce in each group along each axis, on 4 and 6 ranks"
+    yield "the right sum from an all-reduce in each group along each axis, on 4 and 6 ranks"
     for axis, returned in zip(
         LARGE_MESH, _results(student, [(axis, LARGE_MESH) for axis in LARGE_MESH])
     ):
@@ -242,7 +242,7 @@ def totals(student: Student) -> Iterator[str]:
                     f"rank {rank} calls {len(ops)} operations for {max(counts)} rounds.",
                     expected="one to agree on the number of rounds, and one per round",
                 )
-    yield "every rank returns the totals, also if one rank has more batches and one has none"
+    yield "every rank returns the totals, even if one rank has more batches and another has none"
     yield "one operation per round, and one to agree on the number of rounds"
 
 

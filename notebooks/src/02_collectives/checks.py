@@ -35,7 +35,7 @@ def my_reduce_scatter(student: Student) -> Iterator[str]:
         expected_bytes = [4 * (sum(sizes) - own) for own in sizes]
         check_sent(ran, "reduce_scatter", expected_bytes, "every chunk except its own, once")
         check_steps(movement, size - 1)
-    yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, even if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
@@ -67,7 +67,7 @@ def my_all_gather(student: Student) -> Iterator[str]:
         reason = "every chunk except its right neighbor's, once"
         check_sent(ran, "all_gather", expected_bytes, reason)
         check_steps(movement, size - 1)
-    yield "every rank has all chunks, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "every rank has all chunks, on 2, 3 and 4 ranks, even if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
@@ -109,7 +109,7 @@ def my_all_reduce(student: Student) -> Iterator[str]:
         if numel % size == 0:
             check_sent(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
         check_steps(movement, 2 * (size - 1))
-    yield "bitwise identical sums on 2 to 6 ranks, also for 3 elements on 4 ranks"
+    yield "bitwise identical sums on 2 to 6 ranks, even for 3 elements on 4 ranks"
     yield "each rank sends 2(n-1)/n · S bytes in 2(n-1) steps"
 
 

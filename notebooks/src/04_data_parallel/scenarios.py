@@ -70,7 +70,7 @@ def expected_steps(size: int) -> list[Weights]:
 
 
 def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
-    """The staleness of each update on labkit's server if pushes are taken in these orders."""
+    """The staleness of each update if labkit's server takes pushes in these orders."""
     staleness = []
     for order in orders:
         model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]

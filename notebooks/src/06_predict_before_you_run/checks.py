@@ -222,7 +222,7 @@ def volumes(student: Student) -> Iterator[str]:
                 )
     yield "data: the bytes that labkit's DDP sends"
     yield "tensor: 4 all-reduces of x in each layer"
-    yield "pipeline: x forward, its gradient backward"
+    yield "pipeline: x forward and its gradient backward"
 
 
 _VOLUMES = {  # strategy -> hint

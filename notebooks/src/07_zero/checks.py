@@ -72,7 +72,7 @@ def ToOwners(student: Student) -> Iterator[str]:
         _check_bucket_bytes(size, ran)
     yield "each rank has its share of the mean, in two steps, on 2 and 3 ranks"
     yield f"{full} of {full + 1} buckets in flight when backward reaches the first layer"
-    yield "(n-1)/n of the bytes sent; after finish(), a rank holds its shares and nothing else"
+    yield "each rank sends (n-1)/n of the bytes; after finish(), it holds nothing but its shares"
 
 
 # ---- ShardedAdam(comm, flat, lr)
@@ -80,7 +80,7 @@ def ToOwners(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ShardedAdam(student: Student) -> Iterator[str]:
-    """ShardedAdam(comm, flat, lr): fp32 Adam on this rank's share, then all-gathered weights."""
+    """ShardedAdam(comm, flat, lr): fp32 Adam on this rank's share, then an all-gather."""
     size = 3
     warm(size, first_optimizer)
     ran = run(size, run_adam_steps, student)
@@ -222,7 +222,7 @@ def _check_in_flight(rank: int, step: Any, full: int) -> None:
     if step.unawaited:
         fail(
             f"rank {rank} never waits for {step.unawaited} of its reduce-scatters.",
-            expected="a wait for each, in finish()",
+            expected="a wait for each reduce-scatter, in finish()",
         )
 
 
@@ -269,7 +269,7 @@ def _check_freed(rank: int, step: Any, shares_bytes: int) -> None:
 
 def _check_bucket_bytes(size: int, ran: Ran) -> None:
     """Fails unless each padded bucket is sent once, by reduce-scatters alone."""
-    only(ran, ["reduce_scatter"], "reduce-scatters alone")
+    only(ran, ["reduce_scatter"], "only reduce-scatters")
     padded = sum(len(x) * size * x.element_size() for x in expected_shares(size, 0, 0))
     expected = 2 * (size - 1) * padded  # two steps
     if sum(ran.sent_bytes) != expected:

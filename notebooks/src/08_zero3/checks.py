@@ -49,7 +49,7 @@ def gather_unit(student: Student) -> Iterator[str]:
             "padding?",
         )
         padded_bytes = 4 * FlatPartition(SHAPES, size).padded
-        _check_all_gathers(ran, 1, "all tensors of the unit in one")
+        _check_all_gathers(ran, 1, "all tensors of the unit at once")
         nbytes = (size - 1) * padded_bytes // size
         _check_sent(ran.sent_bytes, nbytes, "(n-1)/n of the padded bytes")
         for rank, (_, held) in enumerate(ran.values):
@@ -268,7 +268,7 @@ def _validated_plan(returned: Any, layers: int) -> tuple[list[int], int]:
 
 
 def _check_all_gathers(ran: Ran, count: int, reason: str) -> None:
-    only(ran, ["all_gather"], "all_gather alone")
+    only(ran, ["all_gather"], "only all_gather")
     for rank, ops in enumerate(ran.ops):
         if len(ops) != count:
             fail(f"rank {rank} calls {len(ops)} all_gathers.", expected=f"{count}: {reason}")

@@ -190,5 +190,5 @@ def choose(student: Student) -> Iterator[str | Score]:
             expected=f"fewer than {uniform / 1e9:,.0f}, which one choice for all layers needs",
             hint="Which layer frees the most bytes per recomputed FLOP? Choose that layer first.",
         )
-    yield "three budgets met"
+    yield "the plans stay within all three budgets"
     yield Score(round(total / 1e9), round(least / 1e9), "GFLOPs recomputed")

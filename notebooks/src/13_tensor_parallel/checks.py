@@ -201,7 +201,7 @@ def own_rows(student: Student) -> Iterator[str]:
                 found=brief(found),
                 hint=hint,
             )
-    yield "q split by heads, k and v by key-value heads, even when these are fewer"
+    yield "q split by heads, k and v by key-value heads, even if there are fewer of the latter"
     yield "each row of each head is on exactly one rank, for 1, 2 and 3 ranks"
 
 
@@ -242,7 +242,7 @@ def cross_entropy(student: Student) -> Iterator[str]:
                 expected=f"{most - 32:,.0f}: three elements for each of {CE_TOKENS} tokens",
                 hint="The largest logit, the sum, the target's logit. Backward sends nothing.",
             )
-    yield "the loss and gradients of F.cross_entropy on 1, 2 and 3 ranks, also for large logits"
+    yield "the loss and gradients of F.cross_entropy on 1, 2 and 3 ranks, even for large logits"
     yield "three elements sent per token"
 
 

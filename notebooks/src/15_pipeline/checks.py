@@ -135,9 +135,9 @@ def _compare_forward(where: str, rank: int, found: Any) -> None:
 
 def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
     """Fails unless each micro-batch is computed once, and sent before the next is computed."""
-    if len(stage.sent_before) != MICROBATCHES:
+    if (count := len(stage.sent_before)) != MICROBATCHES:
         fail(
-            f"{where} computes {call} {len(stage.sent_before)} times.",
+            f"{where} computes {call} {count} time{'s' * (count != 1)}.",
             expected=f"{MICROBATCHES} times, once per micro-batch",
         )
     if sends and any(sent < k for k, sent in enumerate(stage.sent_before)):

@@ -109,7 +109,7 @@ def posted_ahead(comm, stage, xs):
     return kept
 
 
-@wrong("15.forward", "rank 0 computes stage(x) 1 times")
+@wrong("15.forward", "rank 0 computes stage(x) 1 time")
 def the_whole_batch(comm, stage, xs):
     rows, whole = [len(x) for x in xs], torch.cat(xs)
     if comm.rank:

@@ -211,7 +211,7 @@ def hand_on(student: Student) -> Iterator[str]:
                     fail(
                         f"{where} (stage {at['pp']}) sends {sent[axis]:,.0f} bytes over {group}.",
                         expected=f"{count:,.0f} of the {whole} bytes of x",
-                        hint="All ranks of tp have the same x: each sends 1/t of x, and an "
+                        hint="All ranks of a tp group have the same x: each sends 1/t of x, and an "
                         "all-gather over tp restores x on the next stage.",
                     )
     yield f"the next stage has all of x, in order, on {len(HAND_ON_MESHES)} meshes"
@@ -249,7 +249,7 @@ def choose(student: Student) -> Iterator[str | Score]:
             hint="A longer pipeline makes all-reduces smaller. Where is pp in the order of axes?",
         )
     yield "every layout stays within the limits on memory and on the bubble"
-    yield f"with {SMALLEST}, {counted:,.0f} bytes left nodes, as calculated"
+    yield f"with {SMALLEST}, {counted:,.0f} bytes left their nodes, as calculated"
     yield Score(round(percent), BEST_PERCENT, "percent of the rule of thumb's bytes")
 
 

@@ -67,7 +67,7 @@ def held_bytes(student: Student) -> Iterator[str]:
                     hint=_memory_hint(name, number / bytes_, case),
                 )
     yield "parameters, gradients and optimizer state, sharded over tp, pp and by ZeRO-1"
-    yield "activations of the micro-batches in flight, also with few micro-batches and with chunks"
+    yield "activations of the micro-batches in flight, even with few micro-batches, and with chunks"
 
 
 def _memory_hint(name: str, ratio: float, case: Case) -> str:
@@ -145,7 +145,7 @@ def _time_hint(step: float, case: Case) -> str:
         "A replica has only its own rows: m = global batch / (dp b).": case.global_batch
         / layout.microbatch + (layout.pp - 1) / layout.chunks,
         "The last stage starts p - 1 forwards after the first, not p.": m + layout.pp,
-        "Each micro-batch passes a stage v times, and each pass takes 1/v of the time.":
+        "Each micro-batch passes through a stage v times, in 1/v of the time each.":
         (m + layout.pp - 1) / layout.chunks,
     }  # fmt: skip
     for count_hint, count in microbatch_counts.items():

@@ -35,7 +35,7 @@ class Numbers(dict[str, Number]):
     def __missing__(self, name: str) -> Number:  # after `predict()`; replaces a KeyError
         raise CheckFailed(
             "nothing is predicted yet.",
-            hint="Fill in your prediction in step 3 first, and run its cell.",
+            hint="Fill in your prediction in section 3 first, and run its cell.",
         )
 
 

@@ -1,18 +1,18 @@
-"""The two editions of a lab, as notebooks in memory, from its one source; building them, and
-reporting those that are out of step with it.
+"""Make the two editions of a lab from its one source: as notebooks in memory, as files, and a
+report of the files that are out of sync with the source.
 
     notebooks/src/00_topic/lab.py ──> notebooks/00_topic.ipynb            student: stubs, no outputs
                                   ──> notebooks/solutions/00_topic.ipynb  solved, executed
     all labs' glossaries          ──> notebooks/GLOSSARY.md
 
 A solution is between `### BEGIN SOLUTION` and `### END SOLUTION`, as in nbgrader. The student
-edition has a stub in its place: the cell's metadata `stub="..."`, or a
+edition has a stub in its place: the code in the cell's metadata, `stub="..."`, or a
 `raise NotImplementedError("your turn: ...")` that names the function. A cell with the tag
 "answer" is in the solved edition only.
 
-Ids and metadata follow from the source alone, so that building twice gives the same. Only a
-checkout has the sources, and only `make setup` the packages that build them: so this tool stands
-beside the labs, not in the package.
+Ids and metadata depend on the source alone, so two builds give the same notebook. This module is
+beside the labs, not in the package, because only a checkout has the sources, and only `make setup`
+installs the packages that build them.
 """
 
 import hashlib
@@ -38,23 +38,23 @@ METADATA = {
 }
 LAYOUT = ("lines_to_next_cell", "lines_to_end_of_cell_marker")  # jupytext's notes on blank lines
 CELL_LIMIT_S = 60
-WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel its picture is shown
+WIDGET = "application/vnd.jupyter.widget-view+json"  # without a kernel, its picture is shown
 
-Notebook = Any  # nbformat's NotebookNode: a dict whose keys are attributes, too
+Notebook = Any  # nbformat's NotebookNode: a dict whose keys are also attributes
 
 
 def labs() -> list[Path]:
-    """The folders of all labs, in their order; each has its source, `lab.py`."""
+    """The folders of all labs, in order; each contains the lab's source, `lab.py`."""
     return sorted(source.parent for source in (NOTEBOOKS / "src").glob("[0-9][0-9]_*/lab.py"))
 
 
 def student_path(lab: Path) -> Path:
-    """The file of a lab's student edition."""
+    """The path of a lab's student edition."""
     return NOTEBOOKS / f"{lab.name}.ipynb"
 
 
 def solved_path(lab: Path) -> Path:
-    """The file of its solved edition."""
+    """The path of a lab's solved edition."""
     return NOTEBOOKS / "solutions" / f"{lab.name}.ipynb"
 
 
@@ -76,7 +76,7 @@ def solved(lab: Path) -> Notebook:
 
 
 def student(lab: Path) -> Notebook:
-    """The student edition: stubs where the solutions are, nothing that gives them away."""
+    """The student edition: stubs replace the solutions, and cells with answers are left out."""
     notebook = solved(lab)
     notebook.cells = [x for x in notebook.cells if ANSWER not in x.metadata.get("tags", [])]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -84,18 +84,18 @@ def student(lab: Path) -> Notebook:
         cell.source = without_solutions(cell.source, cell.metadata.get("stub"))
     for cell in notebook.cells:
         cell.metadata.pop("stub", None)
-        if cell.cell_type == "markdown":  # source links are for the solved edition
+        if cell.cell_type == "markdown":  # links in the source are for the solved edition
             cell.source = cell.source.replace("](../GLOSSARY.md)", "](GLOSSARY.md)")
-    # Start with empty predictions: using a skipped one then raises a clear error.
+    # Start with empty predictions: the use of a skipped prediction then raises a clear error.
     made = [re.findall(r"^(\w+) = predict\(", cell.source, re.MULTILINE) for cell in code]
     new = dict.fromkeys(name for names in made[1:] for name in names if name not in made[0])
     if new:
-        code[0].source += f"\n{' = '.join(new)} = predict()  # empty until step 3"
+        code[0].source += f"\n{' = '.join(new)} = predict()  # empty until section 3"
     return notebook
 
 
 def without_solutions(text: str, stub: str | None = None) -> str:
-    """`text` with a stub for each solution. Raises ValueError for unpaired markers."""
+    """`text` with a stub in place of each solution. Raises ValueError for unpaired markers."""
     kept: list[str] = []
     inside, name = False, "this"
     for number, line in enumerate(text.splitlines(), 1):
@@ -118,8 +118,8 @@ def without_solutions(text: str, stub: str | None = None) -> str:
 
 
 def minutes(lab: Path) -> int:
-    """An estimate of a student's time: 200 words a minute, one minute for each code cell, 15 for
-    each exercise; rounded to 5."""
+    """An estimate of a student's time in minutes, rounded to 5: one minute for 200 words, one for
+    each code cell, 15 for each exercise."""
     cells = student(lab).cells
     words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
     code = sum(cell.cell_type == "code" for cell in cells)
@@ -127,19 +127,19 @@ def minutes(lab: Path) -> int:
 
 
 def glossary_path() -> Path:
-    """The file of the glossary."""
+    """The path of the glossary."""
     return NOTEBOOKS / "GLOSSARY.md"
 
 
 def glossary() -> str:
-    """The terms of all labs in one table, in Markdown. Raises ValueError if two labs define a term
+    """The terms of all labs in a Markdown table. Raises ValueError if two labs define a term
     differently."""
     rows: dict[str, str] = {}
     where: dict[str, list[str]] = {}
     for lab in labs():
         text = (lab / "lab.py").read_text(encoding="utf-8").partition("# ### Glossary\n")[2]
         table = re.findall(r"^# \| (.+?) \| (.+) \|$", text.partition("# %%")[0], re.MULTILINE)
-        for term, row in table[1:]:  # without the heads
+        for term, row in table[1:]:  # without the header row
             if rows.setdefault(term, row) != row:
                 raise ValueError(f"{lab.name} defines {term!r} unlike lab {where[term][0]}")
             where.setdefault(term, []).append(lab.name)
@@ -160,7 +160,7 @@ def checked(text: str) -> str | None:
 
 
 def exercises(lab: str) -> dict[str, Any]:
-    """name -> Exercise, of the lab with this number; empty where it has no checks."""
+    """name -> Exercise, for the lab with this number; empty if the lab has no checks."""
     if lab in FOLDERS:
         import_module(f"labkit.labs.lab_{lab}.checks")
     prefix = f"{lab}."
@@ -168,14 +168,14 @@ def exercises(lab: str) -> dict[str, Any]:
 
 
 def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
-    """What nbgrader wants to know: cells that a student fills, and cells that give points."""
+    """nbgrader's metadata for cells that a student fills in and for cells that give points."""
     facts: dict[str, Any] = {"grade": False, "solution": False, "locked": True}
     if BEGIN in text:
         words = re.search(r"^(?:def|class) (\w+)|^(\w+) = ", text, re.MULTILINE)
         name = "-".join(filter(None, words.groups())) if words else "cell"
         facts |= {"solution": True, "locked": False}
     elif re.search(rf"^from labkit\.labs\.lab_{lab} import checks as check$", text, re.MULTILINE):
-        name = "imports"  # what gives the points
+        name = "imports"  # of the checks, which give the points
     elif (check := checked(text)) in exercises(lab):
         name = f"{check}-check"
         facts |= {"grade": True, "points": exercises(lab)[check].points}
@@ -185,8 +185,8 @@ def _nbgrader(text: str, lab: str) -> dict[str, Any] | None:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """`name`, with a number where it is taken. (A cell's id is made from its text: so it keeps it
-    when other cells come and go.)"""
+    """`name`, with a number if it is taken. (A cell's id is made from its text, so other cells can
+    be added or removed without changing it.)"""
     numbered = (f"{name}-{number}" for number in count(2))
     unused = next(free for free in chain([name], numbered) if free not in taken)
     taken.add(unused)
@@ -194,8 +194,8 @@ def _unused(name: str, taken: set[str]) -> str:
 
 
 def build(names: list[str], everything: bool = False) -> None:
-    """Write both editions of each lab in `names` ("00"; all when empty) that is out of step, or of
-    all with `everything`. Raises ValueError for an unknown lab."""
+    """Write both editions of each lab in `names` ("00"; empty means all labs), if they are out of
+    sync or if `everything` is set. Raises ValueError for an unknown lab."""
     chosen = [lab for lab in labs() if not names or {lab.name, lab.name[:2]} & set(names)]
     if len(chosen) < len(names):
         known = ", ".join(lab.name for lab in labs())
@@ -203,7 +203,7 @@ def build(names: list[str], everything: bool = False) -> None:
     glossary_path().write_text(glossary(), encoding="utf-8")
     for lab in chosen:
         if not everything and out_of_step(lab) == []:
-            print(f"{lab.name}: in step")
+            print(f"{lab.name}: in sync")
             continue
         write(student(lab), student_path(lab))
         began_s = time.monotonic()
@@ -213,7 +213,7 @@ def build(names: list[str], everything: bool = False) -> None:
 
 def execute(notebook: Notebook) -> Notebook:
     """Run all cells in a fresh kernel of this Python, and keep their outputs in the notebook."""
-    from nbclient import NotebookClient  # the editions alone need none
+    from nbclient import NotebookClient  # needed only to execute, not to make the editions
 
     client = NotebookClient(
         notebook, timeout=CELL_LIMIT_S, kernel_name="python3", record_timing=False,
@@ -225,8 +225,8 @@ def execute(notebook: Notebook) -> Notebook:
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             output.get("data", {}).pop(WIDGET, None)
-            if "text" in output:  # of all that a cell printed, together, as a terminal leaves it:
-                # a progress bar overwrites what it wrote before.
+            if "text" in output:  # all text that a cell printed, as a terminal would show it:
+                # a progress bar overwrites its earlier text.
                 output.text = re.sub(r"[^\n]*\r(?!\n)", "", output.text)
         if "outputs" in cell:
             cell.outputs = [output for output in cell.outputs if output.get("text") != ""]
@@ -234,7 +234,7 @@ def execute(notebook: Notebook) -> Notebook:
 
 
 def write(notebook: Notebook, path: Path) -> None:
-    """A valid notebook, as a file."""
+    """Validate a notebook and write it to a file."""
     path.parent.mkdir(exist_ok=True)
     nbformat.validate(notebook)
     path.write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
@@ -242,7 +242,7 @@ def write(notebook: Notebook, path: Path) -> None:
 
 def out_of_step(lab: Path) -> list[str]:
     """One sentence for each edition of `lab` that differs from its source. Outputs are not
-    compared: they hold times and process numbers."""
+    compared, because they contain times and process ids."""
     problems = []
     for path, fresh in ((student_path(lab), student(lab)), (solved_path(lab), solved(lab))):
         where = path.relative_to(NOTEBOOKS.parent).as_posix()
@@ -250,14 +250,14 @@ def out_of_step(lab: Path) -> list[str]:
             problems.append(f"{where} is missing: run `make notebooks`")
         elif _bare(nbformat.read(path, as_version=4)) != _bare(fresh):
             problems.append(
-                f"{where} is out of step with notebooks/src/{lab.name}/lab.py: change the source, "
+                f"{where} is out of sync with notebooks/src/{lab.name}/lab.py: change the source, "
                 "then run `make notebooks`"
             )
     return problems
 
 
 def _bare(notebook: Notebook) -> list[object]:
-    """Everything that comes from the source."""
+    """The parts of a notebook that come from the source."""
     cells = [(x.id, x.cell_type, x.source, dict(x.metadata)) for x in notebook.cells]
     return [dict(notebook.metadata), *cells]
 

@@ -403,4 +403,4 @@ def test_a_prediction_must_be_made():
     unnamed = raises("no name: 3, 2", predict, 3, 2, error=CheckFailed)
     assert "Name each prediction, as in" in unnamed.hint
     nothing = raises("nothing is predicted yet", predict().beside, sent_bytes=4, error=CheckFailed)
-    assert "in step 3 first" in nothing.hint
+    assert "in section 3 first" in nothing.hint

@@ -160,7 +160,7 @@ def test_every_prediction_of_a_lab_is_there_before_it_is_made() -> None:
         for name in names:
             nothing = "^nothing is predicted yet"
             failed = raises(nothing, defined[name].beside, anything=1, error=CheckFailed)
-            assert "step 3" in failed.hint
+            assert "section 3" in failed.hint
             raises(nothing, defined[name].numbers.__getitem__, "anything", error=CheckFailed)
 
 

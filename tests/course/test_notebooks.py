@@ -1,4 +1,4 @@
-"""The labs: editions in step with their source, the form of a lab, and outputs as shown."""
+"""The labs: editions in sync with their source, the form of a lab, and outputs as shown."""
 
 import ast
 import re
@@ -88,7 +88,7 @@ def form_problems(lab: Path) -> list[str]:
     prose = [cell.source for cell in cells if cell.cell_type == "markdown"]
     headings = re.findall(r"^## (\d)\. ([^:\n]+)", "\n".join(prose), re.MULTILINE)
     if headings != [(str(i), step) for i, step in enumerate(STEPS, 1)]:
-        problems.append(f"the eight steps are missing or out of order: {headings}")
+        problems.append(f"the eight sections are missing or out of order: {headings}")
     glossary = [text for text in prose if "glossary" in text.lower()]
     rows = [row for text in glossary for row in text.splitlines() if row.startswith("|")]
     if sum(bool(CHINESE.search(row)) for row in rows) < 4:
@@ -266,7 +266,7 @@ def test_a_build_writes_both_editions_and_then_has_nothing_to_do(
     assert out_of_step(lab) == []
     assert "99_test: built, ran in" in capsys.readouterr().out
     editions.build([])
-    assert "99_test: in step" in capsys.readouterr().out
+    assert "99_test: in sync" in capsys.readouterr().out
     outputs = [cell.get("outputs") for cell in nbformat.read(solved_path(lab), 4).cells]
     assert outputs[3][0].text == "the answer is 4\n" and outputs[4][0].data["text/plain"] == "4.0"
 
@@ -345,7 +345,7 @@ def test_the_report_on_an_incomplete_lab_names_what_is_missing(lab: Path):
     )
     text = "\n".join(form_problems(lab))
     for words in [
-        "first cell is not a title", "has 30 lines", "has 200 words", "eight steps",
+        "first cell is not a title", "has 30 lines", "has 200 words", "eight sections",
         "no glossary", "1 exercises: a lab has three", "check.gone is not declared", "0 headings",
     ]:  # fmt: skip
         assert words in text, words

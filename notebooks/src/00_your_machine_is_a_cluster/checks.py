@@ -34,7 +34,7 @@ def average(student: Student) -> Iterator[str]:
 
 @exercise(points=2)
 def swap(student: Student) -> Iterator[str]:
-    """swap(comm, x): ranks 0 and 1, 2 and 3, ... return each other's tensor, without deadlock."""
+    """swap(comm, x): ranks 0 and 1, 2 and 3, ... exchange their tensors, without deadlock."""
     for size in (2, 4):
         ran = run(size, lambda comm: student(comm, torch.full((1000,), float(comm.rank))))
         expected = [torch.full((1000,), float(rank ^ 1)) for rank in range(size)]
@@ -49,7 +49,7 @@ def swap(student: Student) -> Iterator[str]:
                     hint="Only the partner needs this rank's tensor.",
                 )
     yield "each rank returns its partner's tensor, with one pair and with two"
-    yield "each rank sends 4,000 bytes, and none deadlocks"
+    yield "each rank sends 4,000 bytes, without deadlock"
 
 
 @exercise(points=2)
@@ -96,14 +96,14 @@ def find_max(student: Student) -> Iterator[str | Score]:
     all_bytes = 4 * 3 * rows[0].nbytes
     if total >= all_bytes:
         fail(
-            f"the 4 ranks send {total:,} bytes in total: each sends all its values.",
+            f"the 4 ranks send {total:,} bytes in total: each rank sends all its values.",
             expected=f"far fewer than {all_bytes:,}",
             hint="How much must other ranks know about a rank's 1,000 values?",
         )
     yield "every rank returns the position of the largest of 4 × 1,000 values, for 6 inputs"
-    yield "also if the two largest values are adjacent in float32, and if all are negative"
-    # Three ranks send a value (4 bytes) to the fourth, which sends them the winner (1 byte);
-    # the winner sends the index (2 bytes) to the other three.
+    yield "even if the two largest are adjacent in float32, and if all values are negative"
+    # Three ranks send their maximum (4 bytes) to the fourth, which sends them the rank of the
+    # largest (1 byte); that rank sends the index (2 bytes) to the other three.
     yield Score(total, 3 * 4 + 3 * 1 + 3 * 2, "bytes sent by all ranks")
 
 

@@ -5,7 +5,7 @@
 # processes, make them communicate, see which process waits for which, make them hang on purpose,
 # and build a broadcast from sends and receives.
 #
-# Every lab has the same eight steps. Run the cells from top to bottom. Where a cell says `your
+# Every lab has the same eight sections. Run the cells from top to bottom. Where a cell says `your
 # turn` or has `...`, fill in your own code or value.
 
 # %%
@@ -17,7 +17,7 @@ from labkit import Comm, Link, World, listen, plot, record
 from labkit.course import predict, report, show
 from labkit.labs.lab_00 import checks as check
 
-guess = predict()  # empty until step 3
+guess = predict()  # empty until section 3
 # %load_ext labkit
 
 # %% [markdown]

@@ -122,7 +122,7 @@ rounds_and_takes_the_last_of_equals: rank 0 returned (3,
 """)
 
 
-@wrong("00.find_max", "bytes in total: each sends all its values")
+@wrong("00.find_max", "bytes in total: each rank sends all its values")
 def collects_all_values(comm, values):
     gathered = [torch.empty_like(values) for _ in range(comm.size)]
     comm.all_gather(gathered, values)

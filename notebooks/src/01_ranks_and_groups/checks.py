@@ -21,7 +21,7 @@ from . import scenarios
 
 SMALL_MESHES = ({"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 3}, {"dp": 3, "tp": 2})
 LARGE_MESH = {"pp": 16, "dp": 8, "tp": 8}
-MOST_CALLS = 4  # to the store, per rank and barrier: two are enough
+MOST_CALLS = 4  # the limit for calls to the store, per rank and barrier; two are enough
 LATE_S = 0.1
 LOOP_S = 2 * WAIT_S  # a barrier that still polls the store after this time counts as endless
 
@@ -71,7 +71,7 @@ def groups_along(student: Student) -> Iterator[str]:
             ran = run(size, _sums_in_groups, returned)
             sums = [sum(line) for rank in range(size) for line in expected if rank in line]
             equal(ran.values, sums, what=f"gets, in its {axis} group, a sum of")
-    yield "an all-reduce in each group along each axis, on 4 and 6 ranks"
+    yield "the right sum from an all-reduce in each group along each axis, on 4 and 6 ranks"
     for axis, returned in zip(
         LARGE_MESH, _results(student, [(axis, LARGE_MESH) for axis in LARGE_MESH])
     ):
@@ -98,7 +98,7 @@ def _same_groups(
     if len(groups) != len(expected):
         fail(
             f"{call} returned {len(groups)} groups.",
-            expected=f"{len(expected)} of {sizes[axis]} ranks",
+            expected=f"{len(expected)} groups of {sizes[axis]} ranks",
         )
     for group in groups:
         if group not in expected:
@@ -135,7 +135,7 @@ def my_barrier(student: Student) -> Iterator[str]:
                         hint="A polling loop keeps the store busy; store.wait sleeps until the "
                         "keys are set.",
                     )
-    yield "no rank leaves before the last rank arrives, on 2 and 4 ranks, for any last rank"
+    yield "no rank leaves before the last rank arrives, on 2 and 4 ranks, whichever rank is last"
     yield "a second barrier works, too"
 
 
@@ -195,7 +195,7 @@ STORE_HINTS = {
     "no rank has set": "Which rank sets this key, and does it reach that line?",
 }
 ALL_REDUCE_HINTS = {
-    "'NoneType'": "comm.all_reduce works in place and returns None: the tensor has the result.",
+    "'NoneType'": "comm.all_reduce works in place and returns None: the result is in the tensor.",
     "the ranks disagree": "In each round, all ranks must all-reduce the same shape and dtype: a "
     "batch is float32, of shape [1].",
 }
@@ -242,7 +242,7 @@ def totals(student: Student) -> Iterator[str]:
                     f"rank {rank} calls {len(ops)} operations for {max(counts)} rounds.",
                     expected="one to agree on the number of rounds, and one per round",
                 )
-    yield "every rank returns the totals, also if one rank has more batches and one has none"
+    yield "every rank returns the totals, even if one rank has more batches and another has none"
     yield "one operation per round, and one to agree on the number of rounds"
 
 
@@ -253,7 +253,7 @@ def _totals_on_a_rank(comm: Any, student: Student, batches: list[list[float]]) -
 
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
-    """place(rank): (dp, pp, tp) for each of 12 ranks on 3 nodes; few bytes should cross nodes."""
+    """place(rank): (dp, pp, tp) for each of 12 ranks on 3 nodes, with few bytes between nodes."""
     places = _results(student, [(rank,) for rank in range(scenarios.RANKS)])
     for rank, returned in enumerate(places):
         several(returned, 3, f"place({rank}) returned", "(dp, pp, tp)")
@@ -279,5 +279,5 @@ def place(student: Student) -> Iterator[str | Score]:
         )
     yield "one rank at each of the 12 places; a step's messages sent on 12 real ranks"
     if crossing == scenarios.BEST:
-        yield "optimal: none of the 5,775 ways to assign ranks to nodes sends fewer"
+        yield "optimal: none of the 5,775 ways to assign ranks to nodes sends fewer bytes"
     yield Score(crossing, scenarios.BEST, "bytes between nodes")

@@ -33,7 +33,7 @@ from labkit.runtime.plain import Plain
 from labkit.runtime.world import World
 
 WAIT_S = 2.0  # how long a rank waits for a peer, in both runs
-LONGEST = 160  # characters shown of torch's message
+LONGEST = 160  # the table shows at most this many characters of torch's message
 OUTCOMES = ("hang", "crash", "silent")
 Program = Callable[[Any], Any]
 
@@ -183,6 +183,6 @@ def _torch_rank(program: Program, folder: str) -> str:
 
 
 def _readable(text: str) -> str:
-    """The first line, shortened, without torch's build folder."""
+    """The first line of `text`, shortened, without torch's build folder."""
     line = re.sub(r"\[(?:enforce fail at )?\S*/(\S+\.cc:\d+)\]", r"[\1]", text.splitlines()[0])
     return line if len(line) <= LONGEST else f"{line[:LONGEST]} ..."

@@ -22,8 +22,8 @@ from labkit.labs.lab_01 import checks as check
 from labkit.labs.lab_01.clinic import clinic
 from labkit.runtime.plain import LauncherStore
 
-guess = predict()  # empty until step 3
-Path("../runs").mkdir(exist_ok=True)  # for the script of step 5
+guess = predict()  # empty until section 3
+Path("../runs").mkdir(exist_ok=True)  # for the script of section 5
 
 # %% [markdown]
 # ## 1. The question
@@ -57,7 +57,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # |---|---|---|
 # | `RANK` | 5 | the index of the process among all processes |
 # | `WORLD_SIZE` | 8 | the number of processes |
-# | `LOCAL_RANK` | 1 | its index on this node, which selects its device |
+# | `LOCAL_RANK` | 1 | the index of the process on this node, which selects its device |
 # | `MASTER_ADDR` | 10.0.0.1 | the address where all processes meet: the node of rank 0 |
 # | `MASTER_PORT` | 29500 | the port there |
 #
@@ -86,8 +86,8 @@ axes.spines[["top", "right"]].set_visible(False)
 #
 # 1. Rank 0 opens the store; the other ranks connect to it.
 # 2. Each rank opens a socket and writes its address into the store, with its rank as the key.
-# 3. It waits for the other ranks' addresses. (A job hangs here if a rank is missing.)
-# 4. It connects to every other rank: that makes n - 1 sockets on each rank, and n(n-1)/2
+# 3. Each rank waits for the other ranks' addresses. (A job hangs here if a rank is missing.)
+# 4. Each rank connects to every other rank: this opens n - 1 sockets on each rank, and n(n-1)/2
 #    connections in total.
 #
 # Tensors never go through the store. There are three ways to specify the store's address:
@@ -150,7 +150,7 @@ guess
 # ## 4. Read it
 #
 # This is how labkit's ranks rendezvous. Their store is a file, since all ranks run on one machine
-# and torch's TCP store would also accept connections from other machines. (Step 6 explains the
+# and torch's TCP store would also accept connections from other machines. (Section 6 explains the
 # board in the comment.)
 
 # %%
@@ -211,7 +211,7 @@ dist.destroy_process_group()
 # Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
 # what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port
 # of this machine. Its attribute `variables` adds two environment variables: one says that the
-# store exists already, `GLOO_SOCKET_IFNAME` keeps the ranks' sockets on this machine.
+# store already exists, and `GLOO_SOCKET_IFNAME` keeps the ranks' sockets on this machine.
 
 # %%
 store = LauncherStore()
@@ -243,7 +243,7 @@ print("has ended:", first.poll() is not None)
 # %% [markdown]
 # The key consists of the group, the device and finally the rank. Rank 0 has opened a socket and
 # written its address into the store. Now it waits for the other addresses (item 3 of the list in
-# step 2), for up to 30 minutes. Rank 1 ends the wait:
+# section 2), for up to 30 minutes. Rank 1 ends the wait:
 
 # %%
 second = start(1, world_size=2)
@@ -347,7 +347,7 @@ world.run(sums)
 
 # %% [markdown]
 # On one node with 8 devices, no message leaves the node. With nodes of 4, the four `pp` groups
-# cross nodes (dashed in the picture of step 2). What if `tp` came first?
+# cross nodes (dashed in the picture of section 2). What if `tp` came first?
 
 # %%
 plot.mesh({"tp": 2, "dp": 2, "pp": 2}, ranks_per_node=4)
@@ -515,9 +515,9 @@ three.run(members_only)
 #
 # ### Exercise 1: The coordinates of a rank
 #
-# Try this without looking at step 4 again. `sizes` maps axis names to sizes, outermost axis first,
-# such as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on each
-# axis, such as `{"pp": 1, "dp": 0, "tp": 1}`.
+# Try this without looking at section 4 again. `sizes` maps axis names to sizes, outermost axis
+# first, such as `{"pp": 2, "dp": 2, "tp": 2}`; names and sizes vary. Return the index of `rank` on
+# each axis, such as `{"pp": 1, "dp": 0, "tp": 1}`.
 
 
 # %%
@@ -537,7 +537,7 @@ check.where(where)
 # ### Exercise 2: Megatron's groups
 #
 # Return the groups along `axis`, each a list of ranks in ascending order. For `dp` in the mesh of
-# step 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates the groups. Hint: how far
+# section 2: `[[0, 2], [1, 3], [4, 6], [5, 7]]`. The check creates the groups. Hint: how far
 # apart are neighbors along an axis?
 
 

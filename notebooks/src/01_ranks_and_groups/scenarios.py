@@ -1,6 +1,6 @@
 """The messages of lab 01's open exercise: 12 ranks on 3 nodes of 4, dp=3, pp=2, tp=2.
 
-Per step, by send and receive only, so that each message has a source and a destination:
+A step uses only sends and receives, so each message has a source and a destination:
 
     tp   both ranks of a pair send each other 8,000 bytes
     dp   a ring of 3: each rank sends 3,000 bytes to the next

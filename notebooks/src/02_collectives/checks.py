@@ -35,7 +35,7 @@ def my_reduce_scatter(student: Student) -> Iterator[str]:
         expected_bytes = [4 * (sum(sizes) - own) for own in sizes]
         check_sent(ran, "reduce_scatter", expected_bytes, "every chunk except its own, once")
         check_steps(movement, size - 1)
-    yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "rank r has the sum of chunk r, on 2, 3 and 4 ranks, even if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
@@ -64,9 +64,10 @@ def my_all_gather(student: Student) -> Iterator[str]:
         check_neighbor(ran)
         right_sizes = [sizes[(rank + 1) % size] for rank in range(size)]
         expected_bytes = [4 * (sum(sizes) - other) for other in right_sizes]
-        check_sent(ran, "all_gather", expected_bytes, "every chunk except one, once")
+        reason = "every chunk except its right neighbor's, once"
+        check_sent(ran, "all_gather", expected_bytes, reason)
         check_steps(movement, size - 1)
-    yield "every rank has all chunks, on 2, 3 and 4 ranks, also if chunks differ in size"
+    yield "every rank has all chunks, on 2, 3 and 4 ranks, even if chunks differ in size"
     yield "n - 1 steps; each rank sends (n - 1)/n · S bytes to its right neighbor"
 
 
@@ -108,7 +109,7 @@ def my_all_reduce(student: Student) -> Iterator[str]:
         if numel % size == 0:
             check_sent(ran, "all_reduce", [least // size] * size, "2(n-1)/n · S")
         check_steps(movement, 2 * (size - 1))
-    yield "bitwise identical sums on 2 to 6 ranks, also for 3 elements on 4 ranks"
+    yield "bitwise identical sums on 2 to 6 ranks, even for 3 elements on 4 ranks"
     yield "each rank sends 2(n-1)/n · S bytes in 2(n-1) steps"
 
 
@@ -150,7 +151,7 @@ def _run_from_root(comm: Any, student: Student, root: int) -> torch.Tensor:
 
 @exercise(points=1)
 def crossover_bytes(student: Student) -> Iterator[str]:
-    """crossover_bytes(n, alpha_s, beta_s_per_byte): size where ring and tree take equal time."""
+    """crossover_bytes(n, alpha_s, beta_s_per_byte): the size at which ring and tree cross over."""
     for n, alpha_s, beta in (
         (4, 5e-3, 80e-9),
         (8, 1e-5, 2e-11),

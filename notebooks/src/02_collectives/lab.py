@@ -22,7 +22,7 @@ from labkit.course import predict, report, show
 from labkit.labs.lab_02 import checks as check
 from labkit.labs.lab_02.scenarios import ring_a, ring_b
 
-guess = predict()  # empty until step 3
+guess = predict()  # empty until section 3
 
 # %% [markdown]
 # ## 1. The question
@@ -87,7 +87,7 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # - a cell has one stripe for each rank, colored once that rank's values have been added: four
 #   colored stripes are the complete sum;
 # - an outline marks what a rank sends in this step, and an arrow the receiver;
-# - each picture shows the state at the beginning of its step; the next one shows the result.
+# - each picture shows the state at the beginning of its step; the next picture shows the result.
 #
 # The whole tensor passes through rank 0 six times. The other ranks are idle most of the time.
 
@@ -100,7 +100,7 @@ ring = watch_collective(world, "all_reduce", "ring")
 plot.movement(ring)
 
 # %% [markdown]
-# It has two halves, which are collectives themselves:
+# The ring has two halves, which are collectives themselves:
 #
 # - steps 1 to 3 are a **reduce-scatter**: partial sums travel around the ring, and each rank adds
 #   its own values. After n - 1 steps, rank r has chunk r of the sum;
@@ -241,9 +241,9 @@ guess.beside(
 )
 
 # %% [markdown]
-# On 4 ranks, the tree's root sends and receives 2S, a rank without children S. In the ring all ranks send
-# the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the additions, no
-# algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
+# On 4 ranks, the tree's root sends and receives 2S, and a rank without children S. In the ring, all
+# ranks send the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the
+# additions, no algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
 # Now the times. We know α and β of the paced link, so the formulas can predict them. (We compare
 # ring and tree only.)
@@ -404,9 +404,9 @@ def pass_on(comm, outgoing, incoming):
 # ### Two rings with a bug
 #
 # Here are two faulty all-reduces. Neither hangs. You see only what they do, not their code. What is
-# wrong with each, and from which step? A cell with an orange-red outline holds a wrong sum: `2×`
+# wrong with each, and from which step? A cell with an orange-red outline contains a wrong sum: `2×`
 # means that it includes a rank's values twice. Not every error has this outline: missing values just
-# stay gray. (The answer is in `solutions/02_collectives.ipynb`, step 6.)
+# stay gray. (The answer is in `solutions/02_collectives.ipynb`, section 6.)
 
 # %%
 plot.movement(watch_collective(world, "all_reduce", ring_a))
@@ -560,8 +560,8 @@ check.my_tree(my_tree)
 # %% [markdown]
 # ### Exercise 5: The crossover
 #
-# At what size do ring and tree take the same time? Set the two formulas of step 2 equal and solve
-# for S, in bytes. (For 4 ranks or more.)
+# At what size do ring and tree take the same time, on 4 ranks or more? Set the two formulas of
+# section 2 equal and solve for S, in bytes.
 
 
 # %%
@@ -577,8 +577,8 @@ def crossover_bytes(n, alpha_s, beta_s_per_byte):
 check.crossover_bytes(crossover_bytes)
 
 # %% [markdown]
-# Does your function return the size at which the lines of step 5 cross? And what does it return for
-# 8 and 8,000 ranks of a real cluster?
+# Does your function return the size at which the lines of section 5 cross? And what does it return
+# for 8 and 8,000 ranks of a real cluster?
 
 # %% tags=["nbval-check-output"]
 print(f"4 ranks, paced:          {crossover_bytes(4, ALPHA_S, BETA_S) / 1024:8,.0f} KiB")

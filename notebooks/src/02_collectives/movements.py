@@ -41,7 +41,7 @@ def check_data(
 
 
 def in_words(content: Content, chunk: int) -> str:
-    """The content of a chunk: "the data of ranks 0 and 2, rank 2's 2 times,"."""
+    """A chunk's content in words: "the data of ranks 0 and 2, with rank 2's added 2 times,"."""
     if not content.counts:
         return "values that are not a sum of the ranks' data"
     if content.is_empty:
@@ -52,7 +52,7 @@ def in_words(content: Content, chunk: int) -> str:
     if content.chunk != chunk:
         words += f" for chunk {content.chunk}"
     repeated = (x for x in enumerate(content.counts) if x[1] > 1)
-    return words + next((f", rank {rank}'s {n} times," for rank, n in repeated), "")
+    return words + next((f", with rank {rank}'s added {n} times," for rank, n in repeated), "")
 
 
 def replaced(student: Callable[..., Any], comm: Any, chunks: list[torch.Tensor]) -> list[int]:
@@ -82,7 +82,7 @@ def check_in_place(ran: Ran) -> list[Any]:
 
 
 def check_neighbor(ran: Ran) -> None:
-    """Fails if a rank sends to any rank but its right neighbor."""
+    """Fails if a rank sends to any rank except its right neighbor."""
     size = len(ran.events)
     for rank, events in enumerate(ran.events):
         for event in events:

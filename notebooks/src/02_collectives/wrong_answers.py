@@ -120,7 +120,7 @@ def everything_around_the_ring(comm, x):
     x.copy_(sum(received[rank] for rank in range(comm.size)))
 
 
-@wrong("02.my_all_reduce", "the data of ranks 0 and 1, rank 0's 2 times")
+@wrong("02.my_all_reduce", "the data of ranks 0 and 1, with rank 0's added 2 times")
 def adds_in_both_halves(comm, x):
     n, chunks = comm.size, x.tensor_split(comm.size)
     for step in range(1, 2 * n - 1):

@@ -86,7 +86,7 @@ def _off_by_unit(value: float, expected: float) -> bool:
 
 @exercise(points=2)
 def best_order(student: Student) -> Iterator[str]:
-    """best_order(node_of): the order of ranks whose ring crosses nodes the fewest times."""
+    """best_order(node_of): the rank order whose ring crosses between nodes the least."""
     for node_of in ([0, 1, 0, 1], [0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0], [5, 5, 5]):
         n = len(node_of)
 
@@ -122,8 +122,8 @@ def best_order(student: Student) -> Iterator[str]:
     hops = sum(nodes[a] != nodes[b] for a, b in zip(order, order[1:] + order[:1])) if valid else 0
     if hops != 3:
         fail(
-            f"with 12 ranks on 3 nodes, your order is {brief(order)}, which crosses nodes {hops} "
-            "times.",
+            f"with 12 ranks on 3 nodes, your order is {brief(order)}, which crosses between "
+            f"nodes {hops} times.",
             expected="each rank once, and 3 crossings, one out of each node",
             hint="The ranks of a node must be consecutive in the ring.",
         )

@@ -24,7 +24,7 @@ from labkit.labs.lab_03.scenarios import DGX1, bytes_by_pair, ring_in_order, rin
 from labkit.trace.nccl_log import EXAMPLES
 from labkit.trace.nccl_log.summary import table
 
-guess = predict()  # empty until step 3
+guess = predict()  # empty until section 3
 
 # %% [markdown]
 # ## 1. The question
@@ -76,10 +76,11 @@ rows = {"one node": 1e3 * one_node_s, "two nodes": 1e3 * two_nodes_s}
 bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 
 # %% [markdown]
-# Two of the ring's four *hops* (links between neighbors) are slow, and all four ranks wait for them. (By the formula of lab 02,
-# the links alone take 25 ms and 252 ms, a factor of ten. The rest is the time that the processes
-# need to copy, add and wait for each other, which matters more when the links are fast.) **Which
-# link is the bottleneck, how many bytes must cross it, and can we reduce them?**
+# Two of the ring's four *hops* (links between neighbors) are slow, and all four ranks wait for
+# them. (By the formula of lab 02, the links alone take 25 ms and 252 ms, a factor of ten. The rest
+# is the time that the processes need to copy, add and wait for each other, which matters more when
+# the links are fast.) **Which link is the bottleneck, how many bytes must cross it, and can we
+# reduce them?**
 
 # %% [markdown]
 # ## 2. The idea
@@ -95,11 +96,11 @@ bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 #                              or Ethernet
 # ```
 #
-# There are three kinds of links: NVLink, by far the fastest; PCIe, the machine's bus; and the network between nodes.
-# Of the networks, InfiniBand is about as fast as PCIe, and Ethernet is often slower. A message to
-# another node crosses PCIe, a network card (*card* above) and the network. Which links connect
-# which devices is the **topology**. A collective is only as fast as the link that is busy longest,
-# its **bottleneck**.
+# There are three kinds of links: NVLink, by far the fastest; PCIe, the machine's bus; and the
+# network between nodes. Of the networks, InfiniBand is about as fast as PCIe, and Ethernet is often
+# slower. A message to another node crosses PCIe, a network card (*card* above) and the network. The
+# **topology** describes which links connect which devices. A collective is only as fast as the link
+# that is busy longest, its **bottleneck**.
 
 # %% [markdown]
 # Data sheets use different units. Beware of two traps: network cards are rated in *bits* (8 per
@@ -220,7 +221,7 @@ times_s = {link: sent_gb / gb_per_s for link, gb_per_s in LINKS.items()}
 bars(times_s, "seconds for one all-reduce, by your prediction", "{:,.2f} s", log=True, height=2.8)
 
 # %% [markdown]
-# Now predict the run of step 5: two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: how
+# Now predict the run of section 5: two nodes of two ranks, S bytes. *Ring*, 0 → 1 → 2 → 3 → 0: how
 # many bytes pass over each hop? *Hierarchical*: how large is the part that a rank contributes to
 # the all-reduce between nodes, how many ranks take part, and how many bytes does each send?
 #
@@ -248,7 +249,7 @@ show("events.py:reduce_scatter_bus_bytes")
 
 # %% [markdown]
 # Apply the first function to 14 GB of gradients in 8 chunks. (If your prediction was different, put
-# this number into step 3 and draw the bars again.)
+# this number into section 3 and draw the bars again.)
 
 # %% tags=["nbval-check-output"]
 by_formula = all_reduce_bus_bytes([14_000_000_000 // 8] * 8, rank=0)
@@ -271,7 +272,7 @@ show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 # %% [markdown]
 # NCCL makes these choices itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
 # a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's logs,
-# for two nodes with four GPUs each. (If you have GPUs, use your own log: step 8.)
+# for two nodes with four GPUs each. (If you have GPUs, use your own log: section 8.)
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
@@ -294,9 +295,9 @@ plot.nccl(log)
 
 # %% [markdown]
 # Look at the arrows that leave a node. The four channels use two different rings, each twice. On
-# node 0, one ring leaves from GPU 3 and comes back to GPU 0, the other leaves from GPU 2 and comes
-# back to GPU 1. So all four cards are in use, and each channel carries only a quarter of the bytes.
-# Compare this with a misconfigured cluster:
+# node 0, one ring leaves from GPU 3 and comes back to GPU 0, and the other leaves from GPU 2 and
+# comes back to GPU 1. So all four cards are in use, and each channel carries only a quarter of the
+# bytes. Compare this with a misconfigured cluster:
 
 # %%
 plot.nccl(read_nccl_log(EXAMPLES["sockets"]))
@@ -506,8 +507,8 @@ patient.run(sum_of_ones, [0, 3])
 #
 # Return `(algbw, busbw)` in GB/s (1e9 bytes per second) for an operation on `nbytes` bytes that
 # took `seconds`. `op` is `"all_reduce"`, `"all_gather"`, `"reduce_scatter"` or `"broadcast"`;
-# `nbytes` is S, as in the table of step 2. The check compares busbw with the bytes that real ranks
-# send.
+# `nbytes` is S, as in the table of section 2. The check compares busbw with the bytes that real
+# ranks send.
 
 
 # %%
@@ -709,7 +710,7 @@ report("03")
 # |---|---|
 # | NCCL | several rings over several cards; trees that are chains inside a node and a tree between nodes |
 # | torch | `init_device_mesh("cuda", (nodes, gpus), mesh_dim_names=("node", "local"))`: the groups of exercise 3 |
-# | Megatron | orders its groups so that tensor parallelism, which sends most, stays inside a node |
+# | Megatron | orders its groups so that tensor parallelism, which sends the most bytes, stays inside a node |
 # | FSDP | hybrid sharding: shards inside a node, all-reduces between nodes |
 # | labkit | `comm.all_reduce(x, algorithm="hierarchical")`, `Mesh(node=2, local=4)` |
 #

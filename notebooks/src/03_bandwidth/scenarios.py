@@ -22,7 +22,8 @@ DGX1: dict[tuple[int, int], int] = _PAIRS | {(b, a): count for (a, b), count in 
 
 
 def ring_in_order(comm: Comm, x: torch.Tensor, order: Sequence[int]) -> None:
-    """All-reduce `x` in place by lab 02's ring, in this order; comm.size divides `x.numel()`."""
+    """All-reduce `x` in place with lab 02's ring, in this order of ranks. `x.numel()` must be
+    divisible by comm.size."""
     n, position = comm.size, order.index(comm.rank)
     after, before = order[(position + 1) % n], order[position - 1]
     chunks = x.view(n, -1)
@@ -70,6 +71,6 @@ def speed_of(hop: tuple[int, int], links: Links) -> float:
 
 
 def best_us(links: Links, ranks: int = 8, nbytes: float = 1e9) -> float:
-    """The lower bound in microseconds, over all choices of rings: a GPU's NVLinks are saturated."""
+    """A lower bound in microseconds for any choice of rings: all NVLinks of a GPU are saturated."""
     link_count = sum(count for (gpu, _), count in links.items() if gpu == 0)
     return 1e-3 * 2 * (ranks - 1) / ranks * nbytes / (link_count * NVLINK_GBYTES)

@@ -91,7 +91,7 @@ def _check_weights(
 
 @exercise(points=2)
 def staleness(student: Student) -> Iterator[str]:
-    """staleness(order): the staleness of each update if pushes are taken in this order."""
+    """staleness(order): the staleness of each update if the server takes pushes in this order."""
     cases = [
         [1, 1, 1],
         [1, 2, 3, 1, 2, 3],
@@ -143,13 +143,13 @@ def serve(student: Student) -> Iterator[str]:
                 expected=final.tolist(),
                 hint="Update w in place: w -= ..., not w = w - ...",
             )
-    yield "a late worker delays no other, whichever is late"
+    yield "a late worker does not delay the other, whichever worker is late"
     yield f"{2 * PUSHES} gradients applied one by one, each answered with the new weights"
 
 
 @exercise(points=3)
 def place(student: Student) -> Iterator[str | Score]:
-    """place(nbytes, servers): which rank serves each parameter."""
+    """place(nbytes, servers): the rank that serves each parameter."""
     nbytes = sizes_of_gpt()
     ran = run(SERVERS, push_and_pull, student, nbytes)
     for rank, servers in enumerate(ran.values):
@@ -168,7 +168,7 @@ def place(student: Student) -> Iterator[str | Score]:
             expected=f"fewer than {one_server:,}",
             hint="Let every rank serve some of the parameters.",
         )
-    yield f"{len(nbytes)} parameters served by {SERVERS} ranks, with all messages sent"
+    yield f"{len(nbytes)} parameters served by {SERVERS} ranks, which sent all pushes and pulls"
     yield f"(if parameters could be split anywhere, {split_bytes(nbytes):,} bytes would be enough)"
     yield Score(busiest, BEST_BYTES, "bytes over the busiest link")
 

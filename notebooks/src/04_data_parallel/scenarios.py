@@ -57,7 +57,7 @@ def two_steps(comm: Any, student: Student) -> tuple[list[Weights], int]:
 
 
 def expected_steps(size: int) -> list[Weights]:
-    """The weights of a single process, before and after each of the two steps."""
+    """The weights of a single process, before the first and after each of the two steps."""
     model = small_model()
     optimizer, weights = Momentum(model.parameters()), [weights_of(model)]
     for step in range(STEPS):
@@ -70,7 +70,7 @@ def expected_steps(size: int) -> list[Weights]:
 
 
 def staleness_of(comm: Any, orders: list[list[int]]) -> list[list[int]]:
-    """The staleness of each update on labkit's server if pushes are taken in these orders."""
+    """The staleness of each update if labkit's server takes pushes in these orders."""
     staleness = []
     for order in orders:
         model = AsyncParameterServer(nn.Linear(1, 1), Momentum, comm, order=order)  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ LR, PUSHES = 0.25, 3
 
 
 def gradient(worker: int, weights: Tensor) -> Tensor:
-    """The gradient of half the squared distance from `weights` [3] to the worker's own target."""
+    """The gradient of half the squared distance from `weights` [3] to the worker's target."""
     return weights - torch.tensor([float(worker), -1.0, 10.0 * worker])
 
 

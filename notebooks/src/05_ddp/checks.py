@@ -39,7 +39,7 @@ def average_gradients(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def average_in_buckets(student: Student) -> Iterator[str]:
-    """average_in_buckets(comm, model, bucket_bytes): averages with one message per bucket."""
+    """average_in_buckets(comm, model, bucket_bytes): gradients averaged bucket by bucket."""
     for size, bucket_bytes in [(2, 200), (3, 100), (4, 10**6)]:
         ran = run(size, after_backward, partial(student, bucket_bytes=bucket_bytes))
         _check_gradients(size, [gradients for gradients, _ in ran.values], right_gradients(size))
@@ -107,7 +107,7 @@ def Overlapped(student: Student) -> Iterator[str]:
             if unawaited:
                 fail(
                     f"rank {rank} never waits for {unawaited} of its all-reduces.",
-                    expected="a wait for each, in finish()",
+                    expected="a wait for each all-reduce, in finish()",
                     hint="The all-reduce may still write to the tensor until wait() returns.",
                 )
         for step in range(2):
@@ -138,7 +138,7 @@ def accumulate(student: Student) -> Iterator[str]:
                 f"with {len(rows)} micro-batches, {size} ranks send {sent:,} bytes in total, "
                 f"{sent / once:g} × the necessary bytes.",
                 expected=f"{once:,} bytes: all gradients once",
-                hint="Which backward passes need not send? `with ddp.no_sync():` prevents it.",
+                hint="Which backward passes need not send? Run them under `with ddp.no_sync():`.",
             )
     yield "the gradient of the whole batch, from even and from uneven micro-batches"
     yield "all gradients sent once"
@@ -162,7 +162,7 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
                 f"on the {name} machine the ranks wait {exposed:,.0f} µs after backward, no less "
                 "than with a single bucket.",
                 expected=f"less than {one_us:,.0f} µs",
-                hint="Few buckets start late, many buckets add latency: try some sizes.",
+                hint="Few buckets start late, and many buckets add latency: try some sizes.",
             )
         total_us += exposed
     yield "each gradient in one bucket, sent by 2 ranks, for a slow and a fast machine"
@@ -212,7 +212,7 @@ def _check_gradients(
 
 
 def _only_all_reduces(ran: Ran, at_most: int | None = None) -> None:
-    only(ran, ["all_reduce"], "all-reduces alone")
+    only(ran, ["all_reduce"], "only all-reduces")
     for rank, ops in enumerate(ran.ops):
         if at_most is not None and len(ops) > at_most:
             fail(

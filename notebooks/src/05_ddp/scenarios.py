@@ -33,8 +33,9 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
-    """Per step: the all-reduces started, blocking and waited for when backward reaches the first
-    layer, and the gradients. Also: how many of the last step's all-reduces are never waited for."""
+    """Per step: the numbers of all-reduces started, blocking and waited for when backward reaches
+    the first layer, and the gradients. Also: how many of the last step's all-reduces are never
+    waited for."""
     model, steps = small_model(), []
     overlapped = student(comm, model)
     for step in range(2):

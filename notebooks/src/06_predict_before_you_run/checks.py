@@ -48,7 +48,7 @@ def single_node(
 
 @exercise(points=2)
 def ring_s(student: Student) -> Iterator[str]:
-    """ring_s(nbytes, n, latency_s, bytes_per_s): seconds of a ring all-reduce, alpha-beta."""
+    """ring_s(nbytes, n, latency_s, bytes_per_s): the alpha-beta time of a ring all-reduce."""
     cases: list[tuple[Any, ...]] = [
         (80_000_000, 8, 5e-6, 1e9),
         (80_000_000, 2, 1e-3, 1e9),
@@ -204,7 +204,7 @@ def _counted_bytes(
 
 @exercise(points=3)
 def volumes(student: Student) -> Iterator[str]:
-    """volumes(width, depth, tokens, n, element_bytes): bytes by (data, tensor, pipeline)."""
+    """volumes(width, depth, tokens, n, element_bytes): bytes sent, as (data, tensor, pipeline)."""
     cases: list[tuple[Any, ...]] = [(64, 3, 32, 8, 4), (128, 1, 1024, 4, 2), (32, 2, 512, 16, 2)]
     for given, returned in zip(cases, alone_for_each(student, cases)):
         several(returned, 3, "volumes returned", "three numbers: (data, tensor, pipeline)")
@@ -222,7 +222,7 @@ def volumes(student: Student) -> Iterator[str]:
                 )
     yield "data: the bytes that labkit's DDP sends"
     yield "tensor: 4 all-reduces of x in each layer"
-    yield "pipeline: x forward, its gradient backward"
+    yield "pipeline: x forward and its gradient backward"
 
 
 _VOLUMES = {  # strategy -> hint
@@ -328,12 +328,12 @@ def step_in_closed_form_s(student: Student) -> Iterator[str | Score]:
     error = round(1000 * sum(errors) / len(errors))
     if error > OVERLAP_ERROR:
         fail(
-            f"the mean error is {error} permille, more than perfect overlap's {OVERLAP_ERROR}.",
-            expected=f"at most {OVERLAP_ERROR} permille",
+            f"the mean error is {error} per mille, more than perfect overlap's {OVERLAP_ERROR}.",
+            expected=f"at most {OVERLAP_ERROR} per mille",
             hint="A bucket is sent when backward has filled it and the previous one has been sent.",
         )
     yield f"between perfect overlap and no overlap, for {len(cases)} steps"
-    yield Score(error, BEST_ERROR, "permille mean error")
+    yield Score(error, BEST_ERROR, "per mille mean error")
 
 
 OVERLAP_ERROR = 64  # error of the lab's overlap_s

@@ -42,7 +42,7 @@ class Backward:
         return list(zip((when for when, _ in changes), accumulate(change for _, change in changes)))
 
     def peak_bytes(self, counts: Sequence[int]) -> int:
-        """The maximum over `held_bytes`."""
+        """The maximum of `held_bytes`."""
         return max(nbytes for _, nbytes in self.held_bytes(counts))
 
     def _sent_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:

@@ -72,7 +72,7 @@ def ToOwners(student: Student) -> Iterator[str]:
         _check_bucket_bytes(size, ran)
     yield "each rank has its share of the mean, in two steps, on 2 and 3 ranks"
     yield f"{full} of {full + 1} buckets in flight when backward reaches the first layer"
-    yield "(n-1)/n of the bytes sent; after finish(), a rank holds its shares and nothing else"
+    yield "each rank sends (n-1)/n of the bytes; after finish(), it holds nothing but its shares"
 
 
 # ---- ShardedAdam(comm, flat, lr)
@@ -80,7 +80,7 @@ def ToOwners(student: Student) -> Iterator[str]:
 
 @exercise(points=3)
 def ShardedAdam(student: Student) -> Iterator[str]:
-    """ShardedAdam(comm, flat, lr): fp32 Adam on this rank's share, then all-gathered weights."""
+    """ShardedAdam(comm, flat, lr): fp32 Adam on this rank's share, then an all-gather."""
     size = 3
     warm(size, first_optimizer)
     ran = run(size, run_adam_steps, student)
@@ -222,7 +222,7 @@ def _check_in_flight(rank: int, step: Any, full: int) -> None:
     if step.unawaited:
         fail(
             f"rank {rank} never waits for {step.unawaited} of its reduce-scatters.",
-            expected="a wait for each, in finish()",
+            expected="a wait for each reduce-scatter, in finish()",
         )
 
 
@@ -269,7 +269,7 @@ def _check_freed(rank: int, step: Any, shares_bytes: int) -> None:
 
 def _check_bucket_bytes(size: int, ran: Ran) -> None:
     """Fails unless each padded bucket is sent once, by reduce-scatters alone."""
-    only(ran, ["reduce_scatter"], "reduce-scatters alone")
+    only(ran, ["reduce_scatter"], "only reduce-scatters")
     padded = sum(len(x) * size * x.element_size() for x in expected_shares(size, 0, 0))
     expected = 2 * (size - 1) * padded  # two steps
     if sum(ran.sent_bytes) != expected:
@@ -310,7 +310,7 @@ def _check_weights(
         f"on {size} ranks, rank {rank}'s weights are wrong in share {first_wrong}: "
         f"{difference(actual.float(), expected.float(), within)}.",
         hint="Step AdamW with this lr, once per step. Make the fp32 master copy once: it keeps "
-        "what bf16 rounds away. Round it into the weights.",
+        "what bf16 rounds away. Round the copy into the weights.",
     )
 
 
@@ -321,8 +321,8 @@ def _check_weight_bytes(size: int, ran: Ran, weights_bytes: int) -> None:
         fail(
             f"{size} ranks send {sum(ran.sent_bytes):,} bytes in {ADAM_STEPS} steps.",
             expected=f"{expected:,}: in each step, each rank sends its share of the bf16 weights "
-            "to all",
-            hint="Which collective sends every rank's share to all? In which dtype?",
+            "to all other ranks",
+            hint="Which collective sends every rank's share to all ranks? In which dtype?",
         )
 
 
@@ -344,4 +344,4 @@ def _check_counts(rank: int, counts: Any, gradients: int) -> None:
     """Fails unless `counts` splits the gradients into at most MESSAGES buckets."""
     is_a_cut(rank, counts, gradients)
     if len(counts) > MESSAGES:
-        fail(f"rank {rank} sends {len(counts)} messages.", expected=f"{MESSAGES} at most")
+        fail(f"rank {rank} sends {len(counts)} messages.", expected=f"at most {MESSAGES}")

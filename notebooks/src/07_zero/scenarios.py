@@ -170,6 +170,6 @@ def run_clip(comm: Any, student: Student, max_norm: float) -> tuple[Any, list[Te
 
 
 def shares_of_rank(size: int, rank: int) -> Sequence[Tensor]:
-    """Two shares, of which the second is longer; values grow with the rank."""
+    """Two shares, of which the second is longer; the values grow with the rank."""
     generator = torch.Generator().manual_seed(rank)
     return [torch.randn(n, generator=generator) * (rank + 1) for n in (5, 12)]

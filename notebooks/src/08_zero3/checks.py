@@ -49,7 +49,7 @@ def gather_unit(student: Student) -> Iterator[str]:
             "padding?",
         )
         padded_bytes = 4 * FlatPartition(SHAPES, size).padded
-        _check_all_gathers(ran, 1, "all tensors of the unit in one")
+        _check_all_gathers(ran, 1, "all tensors of the unit at once")
         nbytes = (size - 1) * padded_bytes // size
         _check_sent(ran.sent_bytes, nbytes, "(n-1)/n of the padded bytes")
         for rank, (_, held) in enumerate(ran.values):
@@ -88,7 +88,7 @@ def GatheredLinear(student: Student) -> Iterator[str]:
             _check_memory(context, size, actual, reference)
         _check_traffic(size, ran)
     yield "the losses and gradients of a single process, on 2 and 3 ranks, each gradient sharded"
-    yield "no whole weight between forward and backward; no more peak memory than needed"
+    yield "no whole weight in memory between forward and backward, and no excess peak memory"
     yield "two all-gathers and one reduce-scatter per layer: exactly 3 (n-1)/n P bytes"
 
 
@@ -195,14 +195,13 @@ def _check_call(context: str, call: dict[str, Any], size: int, ahead: int, last:
         fail(
             f"{context}: when unit {i} computes, {call['started']} of {expected_count} gathers "
             "have started.",
-            expected=f"{expected_count}: its own, those before it, and the next {ahead}",
+            expected=f"{expected_count}: its own gather, those before it, and the next {ahead}",
             hint="Start the gathers, then compute: they run while the unit computes.",
         )
     if call["started"] > expected_count:
         fail(
             f"{context}: when unit {i} computes, {call['started']} gathers have started.",
-            expected=f"{expected_count}: {call['started'] - expected_count} of them hold memory "
-            "too early",
+            expected=f"{expected_count}: the other units hold memory too early",
         )
     if ahead and call["waited"] > i + 1:
         fail(
@@ -244,7 +243,7 @@ def choose_units(student: Student) -> Iterator[str | Score]:
                 f"with the {name} latency, a rank waits {exposed:,.0f} µs in a step, no less than "
                 "with one unit per layer and prefetch 1.",
                 expected=f"less than {simple:,.0f} µs",
-                hint="Fewer gathers add less latency; earlier gathers are hidden better. Try some.",
+                hint="Fewer gathers add less latency; earlier gathers are hidden better.",
             )
         total_us += exposed
     yield f"within {LIMIT_BYTES / 1e6:,.0f} MB, with a short and with a long latency"
@@ -269,7 +268,7 @@ def _validated_plan(returned: Any, layers: int) -> tuple[list[int], int]:
 
 
 def _check_all_gathers(ran: Ran, count: int, reason: str) -> None:
-    only(ran, ["all_gather"], "all_gather alone")
+    only(ran, ["all_gather"], "only all_gather")
     for rank, ops in enumerate(ran.ops):
         if len(ops) != count:
             fail(f"rank {rank} calls {len(ops)} all_gathers.", expected=f"{count}: {reason}")

@@ -1,5 +1,5 @@
 """A model of lab 08's open exercise: layers form units, which are gathered `prefetch` units ahead.
-The model gives the exposed time (by the virtual clock) and the peak memory.
+The model computes the exposed time (by the virtual clock) and the peak memory.
 
     forward     gather 0 | compute 0 | compute 1 | ...      gathers start `prefetch` units early
     backward    gather k | compute k | compute k-1 | ...    a reduce-scatter follows each unit
@@ -47,8 +47,8 @@ LIMIT_BYTES = 900_000_000
 
 
 def layers_of(flops_per_s: float = 150e12) -> list[Layer]:
-    """A GPT of 1.5 billion parameters in bf16, 2 rows of 2,048 tokens: the tables, the attention
-    and MLP of each of 16 layers, and the head."""
+    """A GPT of 1.5 billion parameters in bf16, 2 rows of 2,048 tokens: the embedding tables, the
+    attention and MLP of each of 16 layers, and the head."""
     vocab, width, depth, rows, tokens = 50_257, 2560, 16, 2, 2 * 2048
     attention, mlp = 4 * width**2, 8 * width**2
     core_s = attention_core_flops(width, rows, tokens // rows) / flops_per_s

@@ -13,7 +13,7 @@ from labkit.course.exercise import Student
 from labkit.memory.peak import PeakMemory
 from labkit.parallel.common.flat import FlatPartition
 
-SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76: 3 ranks need padding
+SHAPES = [torch.Size(shape) for shape in ((7, 5), (7,), (3, 11), (1,))]  # 76 elements: 3 ranks pad
 LAYERS = [torch.Size(shape) for shape in ((32, 12), (20, 32), (9, 20))]  # weights [out, in]
 UNITS = (50, 64, 37, 90, 21, 70)  # elements per share
 
@@ -69,7 +69,8 @@ def single_process(size: int) -> list[Tensor]:
 
 def unsharded(rank: int, size: int) -> dict[str, Any]:
     """A forward and a backward with whole weights in plain torch: loss, gradient of x, bytes held
-    between the passes, and peak bytes plus the largest weight, its gradient and share gradients."""
+    between the passes, and peak bytes plus the largest weight, its gradient and all shares'
+    gradients."""
     whole, x = weights(), rows_of(rank).requires_grad_()
     with PeakMemory() as memory:
         value = _loss(x, [partial(_linear, weight=w) for w in whole])

@@ -64,12 +64,12 @@ def _decode_hint(fmt: Format, category: str, returned: Any, expected: float) -> 
     if not isinstance(returned, (int, float)):
         return "Return a float in every case: math.inf and math.nan are floats."
     if returned == -expected:
-        return "The sign is the highest bit; -0.0 has it, too."
+        return "The sign is the highest bit; in -0.0 it is set, too."
     match category:
         case "zero" | "subnormal":
-            return "For an exponent field of 0: which bit is before the point, which power of 2?"
+            return "If the exponent is 0, which bit is before the point, and which power of 2?"
         case "infinity" | "nan":
-            return "The highest exponent is reserved: what does a fraction of 0 mean, what others?"
+            return "The highest exponent is reserved: what do zero and nonzero fractions mean?"
     return f"The bias is 2^(e-1) - 1, here {fmt.bias}."
 
 
@@ -121,7 +121,7 @@ def _nearest_hint(fmt: Format, x: float, returned: Any, expected: float) -> str:
     step = fmt.ulp(min(abs(x), float(fmt.largest)))
     steps = abs(x) / float(step)
     if steps % 1 == 0.5:
-        return "It is halfway between two numbers: take the one whose last bit is 0."
+        return "x is halfway between two numbers: take the one whose last bit is 0."
     return f"Count in steps: a step is {decimal(step)} here, and x is {steps:.4g} steps."
 
 
@@ -132,7 +132,7 @@ MOST_CALLS = 8  # 6 more calls recover the rounding error of an addition
 
 @exercise(points=2)
 def my_sum(student: Student) -> Iterator[str]:
-    """my_sum(values, add, sub): the sum of fp16 numbers, with fp16 additions only."""
+    """my_sum(values, add, sub): the sum of fp16 numbers, with only fp16 add and sub."""
     for name, values in CASES.items():
         total, is_result, calls = run(1, run_sum, student, values).values[0]
         if not isinstance(total, (int, float)):
@@ -151,7 +151,7 @@ def my_sum(student: Student) -> Iterator[str]:
             )
         allowed = math.log2(len(values)) * 2**-11 * size
         if not abs(total - exact) <= allowed:
-            hint = "The error of an addition is sub(sub(new, old), x): correct the next one by it."
+            hint = "The error of an addition is sub(sub(new, old), x): correct the next x by it."
             if abs(total) < abs(exact) / 2:
                 hint = "Once the sum is so large that its step is over twice x, x is lost. " + hint
             fail(
@@ -209,11 +209,14 @@ def _int8_hint(
     if returned.isnan():
         return "Where does a NaN come from? A block may be all zero."
     if returned == 0 and absmax > 0:
-        return "It is rounded to 0 by another block's scale: give each block its own scale."
+        return "The scale of another block rounds it to 0: give each block its own scale."
     if (returned - expected).abs() < absmax / 100:
-        return "Do you round to the nearest level? A cast to int8 truncates. How many levels?"
+        return (
+            "Do you round to the nearest level? A cast to int8 truncates. And how many levels are "
+            "there?"
+        )
     if returned * expected < 0:
-        return "An int8 ranges from -128 to 127; values beyond it wrap around."
+        return "An int8 ranges from -128 to 127; values beyond this range wrap around."
     return f"Which rank's scales do you use? The blocks come from {size} ranks."
 
 

@@ -8,7 +8,7 @@ from answers import Solution, right, wrong
 # ---- decode(bits, exponent_bits, fraction_bits)
 
 Solution("09.decode").slips("""
-without_subnormals: which bit is before the point, which power of 2?
+without_subnormals: which bit is before the point, and which power of 2?
     1 if exponent else 0 -> 1
     max(exponent, 1) -> exponent
 without_infinity: The highest exponent is reserved
@@ -106,11 +106,11 @@ truncates: A cast to int8 truncates
     .round() ->
 sends_fp32: Which dtype does the tensor that you send have?
     .to(torch.int8) ->
-one_level_too_many: values beyond it wrap around
+one_level_too_many: values beyond this range wrap around
     * 127) -> * 128)
     / 127 -> / 128
     .to(torch.int8) -> .to(torch.int32).to(torch.int8)
-one_scale_for_all: It is rounded to 0 by another block's scale
+one_scale_for_all: The scale of another block rounds it to 0
     blocks = x.view ->
         block = len(x)
         blocks = x.view

@@ -29,11 +29,11 @@ from .scenarios import (
 )
 
 WHY = {
-    "low": "It is a matmul: nearly all of the FLOPs, and it accumulates in fp32 anyway.",
+    "low": "It computes matmuls, most of a step's FLOPs, and accumulates in fp32 anyway.",
     "fp32": "How large can the result become? How small are the elements that it sums?",
     "promote": "All its inputs must have the same dtype. Which dtype loses no precision?",
 }
-ELEMENTWISE = "It changes each element on its own, by little: a cast would only cost time."
+ELEMENTWISE = "It works on each element separately: a cast would only cost time."
 
 # ---- runs_in(op, types, low)
 
@@ -73,7 +73,7 @@ def update(student: Student) -> Iterator[str]:
                     f"with interval={interval} and (scale, good) = {before}, after {what} "
                     f"you return {brief(found)}.",
                     expected=right,
-                    hint="After an inf, both change. After a good step, which changes, and when?",
+                    hint="An inf changes both. After a good step, which one changes, and when?",
                 )
             before = right
     yield "the same scales as torch.amp.GradScaler, over 60 steps for each of 3 intervals"
@@ -107,7 +107,7 @@ def unscale(student: Student) -> Iterator[str]:
                 )
     yield "with an inf, -inf or NaN on any rank, all ranks skip the step, on 2 and 3 ranks"
     yield "finite gradients are unscaled exactly in fp32, even if a rank has no gradients"
-    yield "one element sent"
+    yield "each rank sends one element"
 
 
 def _compare_gradients(where: str, found: Any, right: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The open exercise of lab 10, by formulas: the gradients that a scale loses in a training run.
+"""Formulas for lab 10's open exercise: the gradients that a loss scale loses in a training run.
 
     gradients of a step   their log2 is normally distributed, centered 26 below the largest
     largest               falls as the model learns, wanders, and sometimes jumps
@@ -47,7 +47,7 @@ def lost(step: Step, scale: float) -> float:
 
 
 def scales_of(make: Callable[[], Any]) -> list[Any]:
-    """The scale at each step; afterward, the chooser gets the largest gradient, inf on overflow."""
+    """The scale at each step; the chooser then gets the largest gradient, or inf on overflow."""
     chooser, scales = make(), []
     for step in gradients_of_a_run():
         scale = chooser.scale

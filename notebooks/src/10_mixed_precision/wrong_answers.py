@@ -10,7 +10,7 @@ from .scales import FP16_MAX, TorchGradScaler
 # ---- runs_in(op, types, low)
 
 Solution("10.runs_in").slips("""
-matmuls_in_fp32: it accumulates in fp32 anyway
+matmuls_in_fp32: accumulates in fp32 anyway
     "conv2d"):
             return low ->
         "conv2d"):
@@ -41,7 +41,7 @@ never_backs_off: after a step with an inf
     scale / 2 -> scale
 keeps_counting: after a step with an inf
     scale / 2, 0 -> scale / 2, good
-one_step_late: which changes, and when?
+one_step_late: which one changes, and when?
     good + 1 == interval -> good == interval
 counts_on_after_growing: after a good step
     scale * 2, 0 -> scale * 2, good + 1

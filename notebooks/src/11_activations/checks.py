@@ -55,7 +55,7 @@ def Again(student: Student) -> Iterator[str]:
         fail(
             f"{'the input has' if found['x'] is None else 'the weights have'} no gradient.",
             hint="backward returns one gradient for each argument of forward, None for `layer`; "
-            "the weights get theirs when torch.autograd.backward runs through the layer.",
+            "the weights get their gradients when torch.autograd.backward runs through the layer.",
         )
     _compare_gradients(found, right)
     if difference(found["drawn"], right["drawn"], 1e-6):
@@ -64,7 +64,7 @@ def Again(student: Student) -> Iterator[str]:
             expected="the generator in the state that it had before backward",
             hint="You set the generator's state: restore it, too. See torch.random.fork_rng.",
         )
-    yield "three layers with dropout and two inputs: same loss and gradients as without"
+    yield "three layers with dropout and two inputs: loss and gradients as without recomputation"
     yield "only the layers' inputs are held between forward and backward"
     yield "backward leaves the state of the random number generator unchanged"
 
@@ -115,7 +115,7 @@ def Away(student: Student) -> Iterator[str]:
     if found["held_bytes"] > output_bytes + 4_096:
         fail(
             f"{found['held_bytes']:,} bytes stay on the device between forward and backward.",
-            expected="at most the output: pack replaces an activation by a key and metadata",
+            expected="at most the output: pack replaces an activation with a key and metadata",
             hint="Autograd keeps everything that pack returns. Does that include the tensor?",
         )
     yield "the same gradients as without offloading"
@@ -149,9 +149,9 @@ def attend(student: Student) -> Iterator[str]:
             )
     if peaks[16] > peaks[4] + 512:
         fail(
-            f"16 tiles need a peak memory of {peaks[16]:,} bytes, 4 tiles need {peaks[4]:,}.",
+            f"16 tiles need a peak memory of {peaks[16]:,} bytes, but 4 tiles only {peaks[4]:,}.",
             expected="the same peak memory: one tile at a time",
-            hint=f"Keep no scores, keys or values of a tile ({TILE} keys) when the next one "
+            hint=f"Keep no scores, keys or values of a tile ({TILE} keys) when the next tile "
             "begins.",
         )
     yield "equal to softmax(q kᵀ / √e) v, for 1, 4 and 16 tiles and for large scores"
@@ -173,14 +173,14 @@ def choose(student: Student) -> Iterator[str | Score]:
         if not named or len(found) != len(SEQUENCES):
             fail(
                 f"for a budget of {budget_bytes / 1e9:g} GB, choose returned {brief(found)}.",
-                expected=f"a list of {len(SEQUENCES)}, each one of {', '.join(costs.blocks[0])}",
+                expected=f"a list of {len(SEQUENCES)} names, each of {', '.join(costs.blocks[0])}",
             )
         plan = plan_of(costs, found)
         if plan.peak_bytes > budget_bytes:
             fail(
                 f"for a budget of {budget_bytes / 1e9:g} GB, peak memory is "
                 f"{plan.peak_bytes / 1e9:.2f} GB.",
-                hint="Each layer needs need_bytes on top of the kept_bytes of all layers before.",
+                hint="Each layer needs need_bytes on top of the kept_bytes of all earlier layers.",
             )
         total, least = total + plan.again_flops, least + best_plan(budget_bytes).again_flops
         uniform += best_uniform(budget_bytes).again_flops
@@ -190,5 +190,5 @@ def choose(student: Student) -> Iterator[str | Score]:
             expected=f"fewer than {uniform / 1e9:,.0f}, which one choice for all layers needs",
             hint="Which layer frees the most bytes per recomputed FLOP? Choose that layer first.",
         )
-    yield "three budgets met"
+    yield "the plans stay within all three budgets"
     yield Score(round(total / 1e9), round(least / 1e9), "GFLOPs recomputed")

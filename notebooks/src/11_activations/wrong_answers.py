@@ -112,7 +112,7 @@ no_recompute: peak memory is 8.83 GB
     return ["none"] * len(blocks)
 everything: GFLOPs are recomputed
     return ["full"] * len(blocks)
-too_few: a list of 13, each one of none, selective, full
+too_few: a list of 13 names, each of none, selective, full
     return ["full"] * (len(blocks) - 1)
 """)
 

@@ -54,7 +54,7 @@ def bring_half(student: Student) -> Iterator[str]:
                 f"with a bus of {bus:g} GB/s, and casts at {here:g} GB/s here and {there:g} there, "
                 f"you cast {'after' if best == 'before' else 'before'} the copy.",
                 expected=f"cast {best} the copy: it takes less time",
-                hint="Add up the time of both orders: a cast reads 4 bytes per element, writes 2.",
+                hint="Add up each order's times: a cast reads 4 bytes and writes 2 per element.",
             )
     yield "all elements arrived, in fp16"
     yield f"the faster order for each of {len(RATES)} combinations of memories and bus"
@@ -129,7 +129,7 @@ def double_buffered(student: Student) -> Iterator[str]:
         )
     if ran.wrong_weights is not None:
         fail(
-            f"block {ran.wrong_weights} computes with wrong weights, or they change meanwhile.",
+            f"block {ran.wrong_weights} computes with wrong or overwritten weights.",
             expected="the weights of that block until it has computed",
             hint="Which buffer is free while block k computes? And how long is block k?",
         )

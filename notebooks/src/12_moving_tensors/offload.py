@@ -51,8 +51,9 @@ class Offloaded:
 
 @cache
 def models() -> list[Offloaded]:
-    """A GPT whose every fourth block has experts, with 2.3 times the bytes and 1.5 times the time,
-    for few or many tokens per pass. fp16; a bus of 25 GB/s (PCIe 4.0: 31.5); 5 of 10.7 GB fit.
+    """A GPT in which every fourth block has experts, with 2.3 times the bytes and 1.5 times the
+    time, for few or many tokens per pass, in fp16. The bus has 25 GB/s (PCIe 4.0: 31.5), and 5 of
+    10.7 GB fit.
     """
     width, blocks = 4096, 20
     dense, experts = 2 * 12 * width**2, 2 * (4 + 8 * 3) * width**2

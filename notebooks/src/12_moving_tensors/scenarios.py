@@ -1,5 +1,5 @@
-"""Buses for the checks of lab 12: HeldBus delays copies until the first wait, WatchedBus signals
-the end of each copy. They reveal missing waits and late loads without measuring time.
+"""Buses for the checks of lab 12: HeldBus delays copies until the first wait, and WatchedBus
+signals the end of each copy. They reveal missing waits and late loads without measuring time.
 """
 
 import threading

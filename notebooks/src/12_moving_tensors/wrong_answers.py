@@ -65,7 +65,7 @@ no_overlap: block 0 computes before the load of block 1 starts
         x = compute(k, mine, x)
         if k + 1 < len(blocks):
             part, coming = load(k + 1)
-has_one_buffer: computes with wrong weights
+has_one_buffer: computes with wrong or overwritten weights
     buffers[k % 2] -> buffers[0]
 does_not_wait_for_a_load: block 0 computes before you wait for its load
     arrival.wait() -> pass

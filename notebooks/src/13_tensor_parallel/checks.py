@@ -163,7 +163,7 @@ def _two_all_reduces(size: int, ran: Ran) -> None:
                 f"on {size} ranks, rank {rank} sends {sent:,.0f} bytes, with {ran.ops[rank]}.",
                 expected=f"{expected_bytes:,.0f}: an all-reduce of y in forward, one of dx in "
                 "backward",
-                hint="The bias and its gradient need no communication: every rank has all of y's.",
+                hint="The bias's gradient needs no communication: every rank has y's gradient.",
             )
 
 
@@ -201,7 +201,7 @@ def own_rows(student: Student) -> Iterator[str]:
                 found=brief(found),
                 hint=hint,
             )
-    yield "q split by heads, k and v by key-value heads, even when these are fewer"
+    yield "q split by heads, k and v by key-value heads, even if there are fewer of the latter"
     yield "each row of each head is on exactly one rank, for 1, 2 and 3 ranks"
 
 
@@ -225,7 +225,7 @@ def cross_entropy(student: Student) -> Iterator[str]:
             if problem := difference(value, right, 1e-4):
                 fail(
                     f"{where}, rank {rank}'s loss is {problem}.",
-                    hint="It is the log of the sum of exp over all ranks' logits, minus the "
+                    hint="The loss is the log of the sum of exp over all ranks' logits, minus the "
                     "target's logit. Which rank has the target's logit?",
                 )
             if gradient is None or difference(gradient, right_gradient, 1e-4):
@@ -242,7 +242,7 @@ def cross_entropy(student: Student) -> Iterator[str]:
                 expected=f"{most - 32:,.0f}: three elements for each of {CE_TOKENS} tokens",
                 hint="The largest logit, the sum, the target's logit. Backward sends nothing.",
             )
-    yield "the loss and gradients of F.cross_entropy on 1, 2 and 3 ranks, also for large logits"
+    yield "the loss and gradients of F.cross_entropy on 1, 2 and 3 ranks, even for large logits"
     yield "three elements sent per token"
 
 

@@ -18,7 +18,7 @@ TOKENS, WIDTH, HIDDEN = 5, 6, 12
 
 
 class MatmulRecorder(TorchDispatchMode):
-    """Records, before each matmul, how many operations were started and how many waited for."""
+    """Records how many collectives were started and waited for before each matmul."""
 
     def __init__(self, events: list[Any]):
         super().__init__()

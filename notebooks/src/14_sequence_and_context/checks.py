@@ -64,7 +64,7 @@ def _compare_gradient(size: int, rank: int, found: Any, right: Tensor) -> None:
             hint="backward returns one gradient for each argument of forward: None for comm.",
         )
     if difference(found, right, TOLERANCE):
-        hint = "Every rank computes a gradient of the whole sequence, and they differ. How do they "
+        hint = "Each rank has a different gradient of the whole sequence. How do these gradients "
         hint += "combine into the gradient of this rank's shard?"
         same_shape = isinstance(found, Tensor) and found.shape == right.shape
         if same_shape and not difference(found * size, right, 1e-4):
@@ -91,7 +91,7 @@ def merge(student: Student) -> Iterator[str]:
             several(found, 2, "merge returned", "a pair (out, L)")
             _compare_merged(where, found, attention(scores, v), large)
     yield "attention over 12 keys, merged from two sets: 1, 4 or 11 keys, and the rest"
-    yield "also for scores whose exp overflows float32"
+    yield "even for scores whose exp overflows float32"
 
 
 def _compare_merged(where: str, found: Any, right: Any, large: float) -> None:
@@ -180,7 +180,7 @@ def choose(student: Student) -> Iterator[str | Score]:
         fail(
             f"for all jobs together, a rank waits {total:,.0f} µs.",
             expected=f"less than {uniform[1]:,.0f} µs, with rings only, and less than "
-            f"{uniform[u]:,.0f} µs, where every job has u = {u} or the largest u below",
+            f"{uniform[u]:,.0f} µs, where every job has u = {u} or the largest valid u below",
             hint="Which communication overlaps with compute? Which uses the slow network?",
         )
     yield "each u divides the numbers of ranks and heads"

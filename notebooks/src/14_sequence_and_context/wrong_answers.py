@@ -83,7 +83,7 @@ only_rings: rings only, and less than
     return 1
 largest_u: rings only, and less than
     min(fits, key=exposed_s) -> fits[-1]
-always_two: u = 2 or the largest u below
+always_two: u = 2 or the largest valid u below
     return 2
 all_ranks: which divide the numbers of ranks
     return job.ranks

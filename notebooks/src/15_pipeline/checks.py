@@ -88,7 +88,7 @@ def forward(student: Student) -> Iterator[str]:
             _compare_forward(_where(size, rank), rank, stage.values)
         for rank, stage in enumerate(ran):
             _check_sends(_where(size, rank), stage, "stage(x)", sends=rank < size - 1)
-    yield "every micro-batch passes all stages, on 1 to 3 ranks (micro-batch rows: 3, 3, 2, 2)"
+    yield "every micro-batch passes through all stages, on 1 to 3 ranks (rows: 3, 3, 2, 2)"
     yield "each is sent before the next is computed, b · w elements over each boundary"
     yield "x and y are kept and ready for backward"
 
@@ -135,9 +135,9 @@ def _compare_forward(where: str, rank: int, found: Any) -> None:
 
 def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
     """Fails unless each micro-batch is computed once, and sent before the next is computed."""
-    if len(stage.sent_before) != MICROBATCHES:
+    if (count := len(stage.sent_before)) != MICROBATCHES:
         fail(
-            f"{where} computes {call} {len(stage.sent_before)} times.",
+            f"{where} computes {call} {count} time{'s' * (count != 1)}.",
             expected=f"{MICROBATCHES} times, once per micro-batch",
         )
     if sends and any(sent < k for k, sent in enumerate(stage.sent_before)):
@@ -145,7 +145,7 @@ def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
         fail(
             f"{where} has sent {stage.sent_before[late]} when it starts micro-batch {late}.",
             expected=f"{late} sent: send each micro-batch as soon as it is computed",
-            hint="Its neighbor waits for it. Receive, compute, send, then the next micro-batch.",
+            hint="A neighbor waits for it. Receive, compute and send each micro-batch in turn.",
         )
     expected_bytes = BOUNDARY_BYTES if sends else 0
     if stage.sent_bytes != expected_bytes:
@@ -222,12 +222,12 @@ def step(student: Student) -> Iterator[str]:
         right = right_step(forward_ms, backward_ms, m)
         where = f"with forward {forward_ms} ms, backward {backward_ms} ms, {m} micro-batches"
         if problem := difference(found[0], right[0], 1e-9):
-            hint = "The first micro-batch passes all stages, and m-1 more leave the last stage "
+            hint = "The first micro-batch passes through all stages; m-1 more leave the last stage "
             hint += "after it: at what interval? Treat forward and backward separately."
             fail(f"{where}: the step time is {problem}.", hint=hint)
         if problem := difference(found[1], right[1], 1e-9):
             p, busy = len(forward_ms), m * (sum(forward_ms) + sum(backward_ms))
-            hint = "p stages have p times the step time. How much of that do they compute?"
+            hint = "p stages have p times the step time. For how much of that time do they compute?"
             if not difference(found[1], right[0] * p / busy - 1, 1e-9):
                 hint = "That is idle time over compute time; divide by the total time instead."
             fail(f"{where}: the bubble is {problem}.", hint=hint)

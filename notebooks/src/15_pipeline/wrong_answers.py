@@ -109,7 +109,7 @@ def posted_ahead(comm, stage, xs):
     return kept
 
 
-@wrong("15.forward", "rank 0 computes stage(x) 1 times")
+@wrong("15.forward", "rank 0 computes stage(x) 1 time")
 def the_whole_batch(comm, stage, xs):
     rows, whole = [len(x) for x in xs], torch.cat(xs)
     if comm.rank:
@@ -191,7 +191,7 @@ def clocked(forward_ms, backward_ms, microbatches):
     return ended[0], 1 - busy / (len(forward_ms) * ended[0])
 
 
-@wrong("15.step", "and m-1 more leave the last stage")
+@wrong("15.step", "m-1 more leave the last stage")
 def all_stages_alike(forward_ms, backward_ms, microbatches):
     p = len(forward_ms)
     each = (sum(forward_ms) + sum(backward_ms)) / p

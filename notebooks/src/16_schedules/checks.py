@@ -103,11 +103,11 @@ def my_1f1b(student: Any) -> Iterator[str]:
         least = (p - 1) * 3.0
         if idle(schedule) > least:
             fail(
-                f"with {p} stages and {m} micro-batches, stages idle for {idle(schedule):g}.",
+                f"with {p} stages and {m} micro-batches, stages are idle for {idle(schedule):g}.",
                 expected=f"(p-1)(F+B) = {least:g}, with F = 1 and B = 2",
                 hint="How many forwards does a stage run before its first backward can start?",
             )
-    yield "the schedule keeps all rules, even with fewer micro-batches than stages"
+    yield "the schedule follows all rules, even with fewer micro-batches than stages"
     yield "every stage holds at most min(p - stage, m) micro-batches"
     yield "the bubble is (p-1)(F+B)"
 
@@ -117,7 +117,7 @@ def my_1f1b(student: Any) -> Iterator[str]:
 
 @exercise(points=2)
 def warm_up(student: Any) -> Iterator[str]:
-    """warm_up(stage, stages, microbatches, chunks): forwards before the first pair."""
+    """warm_up(stage, stages, microbatches, chunks): forwards before the first 1F1B pair."""
     for chunks in (2, 3):
         sizes = ((2, 4), (3, 6), (4, 8), (4, 4))
         for p, m, found in _lists_of_all_stages(student, sizes, chunks):
@@ -132,7 +132,7 @@ def warm_up(student: Any) -> Iterator[str]:
                         expected=f"0 to {m * chunks}, the number of its forwards",
                     )
             _check_warm_ups(where, found, p, m, chunks)
-    yield "the schedule keeps all rules, with 2 and 3 chunks, even with only p micro-batches"
+    yield "the schedule follows all rules, with 2 and 3 chunks, even with only p micro-batches"
     yield "the bubble is (p-1)(F+B)/v if messages are free"
     yield "the step is the shortest if a message takes a tenth of a forward, with the least memory"
 
@@ -145,13 +145,14 @@ def _check_warm_ups(where: str, found: list[int], p: int, m: int, chunks: int) -
     except ScheduleError as error:
         fail(
             f"{where}, with warm-ups of {found}: {error}.",
-            hint="Before the first backward, its group passes all chunks of all stages.",
+            hint="Before the first backward, a group of micro-batches passes through all chunks of "
+            "all stages.",
         )
     for message_s, when in ((0.0, "if messages are free"), (MESSAGE_S, "if messages take time")):
         idle_time, least = idle(schedule, message_s=message_s), idle(best, message_s=message_s)
         if idle_time > least:
             fail(
-                f"{where}, with warm-ups of {found}, stages idle for {idle_time:g} {when}.",
+                f"{where}, with warm-ups of {found}, stages are idle for {idle_time:g} {when}.",
                 expected=f"{least:g}",
                 hint="While a message travels, a stage needs a forward to compute: one more "
                 "forward for each stage that follows."
@@ -163,7 +164,7 @@ def _check_warm_ups(where: str, found: list[int], p: int, m: int, chunks: int) -
             fail(
                 f"{where}, stage {stage} warms up with {found[stage]} forwards and holds {most:g} "
                 "micro-batches.",
-                expected=f"{enough:g}: with fewer forwards, the step is no longer",
+                expected=f"{enough:g}: with fewer forwards, the step is as short",
             )
 
 
@@ -192,12 +193,12 @@ def zb_h1(student: Any) -> Iterator[str]:
             idle_time = idle(schedule, costs) if costs else idle(schedule)
             if idle_time > least:
                 fail(
-                    f"{where}, stages idle for {idle_time:g}, with F = I = 1 and W = {weight:g}.",
+                    f"{where}, stages are idle for {idle_time:g}, if F = I = 1 and W = {weight:g}.",
                     expected=f"(p-1)(F+I-W) = {least:g}",
                     hint="The previous stage waits for I, but no stage waits for W. How late can W "
                     "be on stage r, if it may hold p micro-batches instead of p - r?",
                 )
-    yield "the schedule keeps all rules"
+    yield "the schedule follows all rules"
     yield "every stage holds at most p micro-batches, like the first stage of 1F1B"
     yield "the bubble is (p-1)(F+I-W), for long and for short W"
 
@@ -215,14 +216,14 @@ def _mean_bubble_per_mille(schedules: dict[str, Schedule]) -> float:
 
 @exercise(points=4)
 def invent(student: Any) -> Iterator[str | Score]:
-    """invent(job): any schedule that fits the job's memory and idles less than 1F1B."""
+    """invent(job): any schedule that fits the job's memory and has less idle time than 1F1B."""
     schedules = {}
     for name, found in zip(JOBS, alone(lambda: [student(job) for job in JOBS.values()])):
         schedules[name] = _check_job(name, JOBS[name], found)
     warm(4, first_backward)
     for name, schedule in schedules.items():
         _check_weights(name, run(4, train_by, schedule).values)
-    yield "the schedules keep all rules and their jobs' memory limits"
+    yield "the schedules follow all rules and stay within their jobs' memory"
     yield "less idle time than 1F1B in each job"
     yield "after a step on 4 ranks, the weights equal those of a single process"
     yield Score(round(_mean_bubble_per_mille(schedules)), BEST, "per mille of the time idle")
@@ -238,7 +239,7 @@ def _check_job(name: str, job: Job, found: Any) -> Schedule:
     if LAYERS % (job.stages * chunks_of(schedule)):
         fail(
             f"for {name}, each stage has {chunks_of(schedule)} chunks.",
-            expected=f"1 or 2, as the model has {LAYERS} layers",
+            expected=f"1 or 2: the model has {LAYERS} layers",
         )
     for stage, most in enumerate(held(schedule)):
         if most > job.held:

@@ -4,7 +4,7 @@ A replay scores a schedule by its idle time and by the peak number of micro-batc
 
     idle    of one stage, in units of time: the step time minus the stage's compute time
     step    the longest time on any stage, from its first action to the last
-    held    micro-batches; one of v chunks counts as 1/v
+    held    the micro-batches whose activations a stage holds; each of v chunks counts as 1/v
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,13 +36,13 @@ def backward_when_it_can(stage, stages, microbatches):
 # ---- warm_up(stage, stages, microbatches, chunks)
 
 Solution("16.warm_up").slips("""
-as_in_1f1b: passes all chunks of all stages
+as_in_1f1b: passes through all chunks of all stages
     return min(stages - 1 - stage, microbatches)
-one_per_following_stage: stages idle for 2.5 if messages take time
+one_per_following_stage: stages are idle for 2.5 if messages take time
     2 * (stages - 1 - stage) -> stages - 1 - stage
 the_last_stage_for_all: if messages are free
     + 2 * (stages - 1 - stage) ->
-one_group_more: with fewer forwards, the step is no longer
+one_group_more: with fewer forwards, the step is as short
     (chunks - 1) * stages -> chunks * stages
 forgets_the_limit: the number of its forwards
     return (chunks - 1) * stages + 2 * (stages - 1 - stage)

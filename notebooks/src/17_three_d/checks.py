@@ -144,7 +144,7 @@ def global_norm(student: Student) -> Iterator[str]:
             )
     yield f"the norm of one process, on all ranks of {len(NORM_MESHES)} meshes"
     yield "replicas, replicated parameters and the tied embedding counted once"
-    yield "a few elements sent"
+    yield "each rank sends only a few elements"
 
 
 def _norm_hint(axes: Axes, rank: int, found: Any) -> str:
@@ -211,7 +211,7 @@ def hand_on(student: Student) -> Iterator[str]:
                     fail(
                         f"{where} (stage {at['pp']}) sends {sent[axis]:,.0f} bytes over {group}.",
                         expected=f"{count:,.0f} of the {whole} bytes of x",
-                        hint="All ranks of tp have the same x: each sends 1/t of x, and an "
+                        hint="All ranks of a tp group have the same x: each sends 1/t of x, and an "
                         "all-gather over tp restores x on the next stage.",
                     )
     yield f"the next stage has all of x, in order, on {len(HAND_ON_MESHES)} meshes"
@@ -225,7 +225,7 @@ SMALLEST = "4 ranks in 2 nodes"
 
 @exercise(points=4)
 def choose(student: Student) -> Iterator[str | Score]:
-    """choose(job): the axes, outermost first, that send the fewest bytes out of nodes."""
+    """choose(job): the axes, outermost first, that send the fewest bytes between nodes."""
     layout_of = {}
     for name, job in {**JOBS, SMALLEST: TINY}.items():
         axes = alone(student, job)
@@ -248,8 +248,8 @@ def choose(student: Student) -> Iterator[str | Score]:
             "pipeline that fits over nodes, and data parallelism with the remaining ranks",
             hint="A longer pipeline makes all-reduces smaller. Where is pp in the order of axes?",
         )
-    yield "every layout keeps the limits on memory and on the bubble"
-    yield f"with {SMALLEST}, {counted:,.0f} bytes left nodes, as calculated"
+    yield "every layout stays within the limits on memory and on the bubble"
+    yield f"with {SMALLEST}, {counted:,.0f} bytes left their nodes, as calculated"
     yield Score(round(percent), BEST_PERCENT, "percent of the rule of thumb's bytes")
 
 

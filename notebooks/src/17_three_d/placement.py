@@ -4,7 +4,7 @@
 
         node 0   [ 0  1 ][ 2  3 ]     tp 0-1, 2-3, 4-5, 6-7   inside
         node 1   [ 4  5 ][ 6  7 ]     pp 0-2, 1-3, 4-6, 5-7   inside
-                                      dp 0-4, 1-5, 2-6, 3-7   leaves
+                                      dp 0-4, 1-5, 2-6, 3-7   leaves the node
 
 An all-reduce uses a ring in the order of its ranks. Each rank sends 2(n-1)/n of the tensor to the
 next rank; the bytes leave the node if the next rank is on a different node. In a pipeline, each

@@ -151,7 +151,7 @@ NORM_MESHES: tuple[Axes, ...] = (
 class Gradient(NamedTuple):
     """A parameter's gradient on this rank, averaged over replicas; tied gradients are also summed.
 
-    is_cut: sharded over tp; otherwise the same on all ranks of mesh.tp. is_tied: the
+    `is_cut`: sharded over tp; otherwise the same on all ranks of mesh.tp. `is_tied`: the
     embedding, on the first stage, and the head, on the last."""
 
     g: Tensor
@@ -160,7 +160,7 @@ class Gradient(NamedTuple):
 
 
 def gradients_of(stage: int, stages: int) -> list[Gradient]:
-    """Unsharded gradients of a stage: a matrix, a norm; on the first and last, the embedding."""
+    """Whole gradients of a stage: a matrix, a norm; on the first and last stage, the embedding."""
     generator = torch.Generator().manual_seed(40 + stage)
 
     def drawn(*shape: int) -> Tensor:

@@ -67,7 +67,7 @@ def held_bytes(student: Student) -> Iterator[str]:
                     hint=_memory_hint(name, number / bytes_, case),
                 )
     yield "parameters, gradients and optimizer state, sharded over tp, pp and by ZeRO-1"
-    yield "activations of the micro-batches in flight, also with few micro-batches and with chunks"
+    yield "activations of the micro-batches in flight, even with few micro-batches, and with chunks"
 
 
 def _memory_hint(name: str, ratio: float, case: Case) -> str:
@@ -145,7 +145,7 @@ def _time_hint(step: float, case: Case) -> str:
         "A replica has only its own rows: m = global batch / (dp b).": case.global_batch
         / layout.microbatch + (layout.pp - 1) / layout.chunks,
         "The last stage starts p - 1 forwards after the first, not p.": m + layout.pp,
-        "Each micro-batch passes a stage v times, and each pass takes 1/v of the time.":
+        "Each micro-batch passes through a stage v times, in 1/v of the time each.":
         (m + layout.pp - 1) / layout.chunks,
     }  # fmt: skip
     for count_hint, count in microbatch_counts.items():
@@ -194,7 +194,7 @@ def _mfu_hint(ratio: float, case: Case) -> str:
         for more in ({}, {"recompute": True})
     )
     if isclose(ratio, 100):
-        return "Return a fraction of the peak, 0 to 1, not percent."
+        return "Return a fraction of the peak, 0 to 1, not a percentage."
     if isclose(ratio, recomputed_flops / flops, rel_tol=0.03):
         return "MFU leaves out recomputed FLOPs: with them it is hardware utilization (HFU)."
     for axis in ("tp", "pp", "dp"):
@@ -230,11 +230,13 @@ def can_run(student: Student) -> Iterator[str]:
         if found == bool(why):
             fail(
                 f"{candidate}: can_run returned {found}.",
-                expected=f"{not found}: {why}" if why else "True: all sizes divide, and it fits",
-                hint="" if why else "Too strict: any number of ranks that divides is valid.",
+                expected=f"{not found}: {why}"
+                if why
+                else "True: all sizes divide evenly, and the layout fits in memory",
+                hint="" if why else "Too strict: any number of ranks that divides all sizes works.",
             )
     valid = sum(not why_invalid(candidate) for candidate in cases)
-    yield f"{valid} of {len(cases)} layouts, of 96, 64 and 1,024 ranks, divide and fit"
+    yield f"{valid} of {len(cases)} layouts, of 96, 64 and 1,024 ranks, can run"
 
 
 # ---- choose(job)
@@ -291,7 +293,7 @@ def _check_layout(name: str, job: Job, layout: Any) -> None:
 def _choice_hint(report: StepReport) -> str:
     """A hint about the largest loss of time."""
     if report.layout.recompute == "full":
-        return "It computes every forward twice: do the activations not fit without recompute?"
+        return "The layout computes every forward twice: do activations not fit without recompute?"
     lost = {part: part_s for part, part_s in seconds(report).items() if part != "compute"}
     part = max(lost, key=lambda name: lost[name])
     share = f"{lost[part] / report.step_s:.0%} of the step is lost on {part}"

@@ -81,7 +81,7 @@ by_the_formula_of_the_library
 Solution("18.mfu_and_days").slips("""
 hardware: it is hardware utilization (HFU)
     (L * (24 -> (4 / 3 * L * (24
-in_percent: not percent
+in_percent: not a percentage
     return mfu -> return 100 * mfu
 hours: a day has 86,400 seconds
     / 86400 -> / 3600
@@ -121,7 +121,7 @@ powers_of_two_only: any number of ranks that divides
         if any(n & (n - 1) for n in (layout.tp, layout.pp, layout.dp)):
             return False
         if layout.ranks != gpus
-at_least_p_microbatches: True: all sizes divide, and it fits
+at_least_p_microbatches: True: all sizes divide evenly, and the layout fits in memory
     if layout.ranks != gpus ->
         if layout.microbatches(global_batch) < layout.pp:
             return False
@@ -186,7 +186,7 @@ def without_zero(job):
     return replace(best_of(job), zero=0)
 
 
-@wrong("18.choose", "It computes every forward twice")
+@wrong("18.choose", "The layout computes every forward twice")
 def recomputes(job):
     return replace(best_of(job), recompute="full")
 

@@ -14,7 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """Backends' own collectives: NCCL's, and gloo's all-reduce. Events report bytes by formula."""
+    """A backend's own collectives: NCCL's, and gloo's all-reduce. Events get bytes by formula."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -26,13 +26,13 @@ class Native(Transport):
         if asked not in ("", self.name):
             raise ValueError(
                 f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, or by "
-                "NCCL_ALGO; leave `algorithm` out, or use a gloo group"
+                "NCCL_ALGO; omit `algorithm`, or use a gloo group"
             )
         return self, self.name
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         _, name = self.choose(collective, nbytes, x, asked)
-        return Choice(collective, name, f"{name} chooses by its own table")
+        return Choice(collective, name, f"{name} chooses the algorithm itself")
 
     @property
     def group(self) -> Any:
@@ -67,7 +67,7 @@ class Native(Transport):
         return dist.barrier(self.group, async_op=True)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
-        """Batch send and receive: a separate NCCL send would wait for a receive not yet posted."""
+        """Batch send and receive: a separate NCCL send would wait for a receive, not yet posted."""
         n = len(self._global)
         leaving = x.clone() if n == 1 or share_memory(x, out) else x
         if n == 1:
@@ -88,7 +88,7 @@ class Native(Transport):
 
 
 class All:
-    """Multiple works as one, without a byte count: events report bytes by formula."""
+    """Several works as one, without a byte count: events get bytes by formula."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works

@@ -22,7 +22,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pydoc_data.topics import topics  # texts of `help("for")`, part of every Python
+from pydoc_data.topics import topics  # the texts of `help("for")` in every Python
 from typing import Any, Literal
 
 import numpy as np
@@ -50,11 +50,11 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """Weight of this slice's mean loss: 1 for even slices, 0 for an empty slice."""
+        """Weight of this slice's mean loss: 1 for equal slices, 0 for an empty slice."""
         return self.y.numel() * self.ranks / self.total_tokens
 
     def slice(self, rank: int, size: int) -> "Batch":
-        """Contiguous rows of `rank` out of `size`; counts differ by at most one and may be 0.
+        """The contiguous rows of one of `size` ranks; row counts differ by at most 1 and may be 0.
         Raises ValueError unless rank is from 0 to size - 1."""
         if not 0 <= rank < size:
             raise ValueError(
@@ -77,7 +77,7 @@ class Batch:
 def loss(logits: Tensor, batch: Batch) -> Tensor:
     """Cross-entropy of this slice, in nats per token of the global batch, times `batch.ranks`.
 
-    logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are even;
+    logits [rows, length, vocab] -> a scalar, at least fp32: the plain mean if slices are equal;
     zero, with zero gradients, if there are no rows. Raises ValueError if shapes do not match.
     """
     if logits.shape[:-1] != batch.y.shape:
@@ -96,7 +96,7 @@ class Text:
     path    a file; a folder, whose text files are joined in path order (hidden and binary files
             are skipped); or None: Python's built-in documentation, about 450 kB
     tokens  "byte": the 256 byte values of UTF-8; "bpe": subwords learned from this text
-    vocab   for "bpe", the number of subwords; a short text may yield fewer, see `.vocab`
+    vocab   for "bpe", the number of subwords; a short text may yield fewer (see `.vocab`)
 
     Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an unknown
     kind of token, or a vocab too small for the text's characters.
@@ -110,7 +110,7 @@ class Text:
         vocab: int = 1024,
     ) -> None:
         if tokens not in ("byte", "bpe"):
-            raise ValueError(f'tokens are "byte" or "bpe", not {tokens!r}')
+            raise ValueError(f'tokens must be "byte" or "bpe", not {tokens!r}')
         manual = "\n\n".join(topics[key] for key in sorted(topics))
         content = manual if path is None else _read(Path(path))
         if not content:
@@ -135,7 +135,7 @@ class Text:
         produce the same batch in every process; torch's random state is neither read nor changed.
         Raises ValueError if the text is shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
-            raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
+            raise ValueError(f"{rows=}, {length=}: choose 1 or more; {step=}, {seed=}: 0 or more")
         if len(self) < length + 1:
             raise ValueError(
                 f"a sequence of {length} and its last target need {length + 1} tokens, but the "
@@ -150,9 +150,9 @@ class Text:
         return Batch(x, y, total_tokens=rows * length)
 
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
-        """Split off the last `fraction` of tokens: (training, validation), with one vocabulary."""
+        """Split into (training, validation); validation is the last `fraction` of the tokens."""
         if not 0 < fraction < 1:
-            raise ValueError(f"fraction={fraction}: choose one between 0 and 1")
+            raise ValueError(f"fraction={fraction}: choose a fraction between 0 and 1")
         cut = len(self) - round(len(self) * fraction)
         train, held = copy.copy(self), copy.copy(self)
         train.ids, held.ids = self.ids[:cut], self.ids[cut:]
@@ -205,7 +205,7 @@ def _learn_bpe(content: str, vocab: int) -> _Subwords:
             model_type="bpe",
             vocab_size=vocab,
             hard_vocab_limit=False,  # a short text yields fewer subwords, not an error
-            byte_fallback=True,  # with the next three options: exact decoding
+            byte_fallback=True,  # this and the next three options make decoding exact
             normalization_rule_name="identity",
             add_dummy_prefix=False,
             remove_extra_whitespaces=False,
@@ -213,12 +213,12 @@ def _learn_bpe(content: str, vocab: int) -> _Subwords:
             bos_id=-1,
             eos_id=-1,
             num_threads=1,
-            minloglevel=2,  # silent
+            minloglevel=2,  # print nothing
         )
     except RuntimeError as error:
         raise ValueError(
-            f"a BPE vocab of {vocab} cannot hold 256 bytes and this text's characters; "
-            f"choose a larger one, or byte tokens ({error})"
+            f"a BPE vocab of {vocab} is too small for 256 bytes and this text's "
+            f"characters; choose a larger vocab, or byte tokens ({error})"
         ) from error
     return _Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
 

@@ -248,9 +248,9 @@ def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
 
 @cases(
     ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
-    ("plan", ["Rows of a micro-batch; default: powers of two",
+    ("plan", ["Rows per micro-batch; default: powers of two",
               "Chunks per stage; default: powers of two", "GB (1e9 bytes)",
-              "with memory by category", "Recompute blocks in backward", "for --cluster",
+              "memory by category", "Recompute blocks in backward", "for --cluster",
               "Tokens per row"]),
     ("replay", ["Keep measured compute times; take only the links", "of one cluster for Perfetto",
                 "--cluster` writes"]),

@@ -118,7 +118,7 @@ def test_clear_errors(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     raises(r"no such file or folder.*nowhere", Text, nowhere, error=FileNotFoundError)
     raises('"byte" or "bpe", not \'word\'', Text, tokens="word")
-    raises("vocab of 100 cannot hold 256 bytes", Text, tokens="bpe", vocab=100)
+    raises("vocab of 100 is too small for 256 bytes", Text, tokens="bpe", vocab=100)
     (tmp_path / "short.txt").write_text("abcd")
     short = Text(tmp_path / "short.txt")
     assert short.batch(0, rows=2, length=3).x.shape == (2, 3)

@@ -1,5 +1,5 @@
 """`labkit compare`: train strategies on the same data and check each against a single process.
-Losses, weights (in float64), replicas and predicted bytes must match; times are only shown."""
+Losses, weights (in float64), replicas and predicted bytes must match; times are not checked."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,7 +47,7 @@ def compare(
     every: bool = False,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and compare its result with that of `single`, which runs first.
+    """Train with each strategy and compare the result with that of `single`, which runs first.
 
     Args:
         strategies: recipe names; by default one per family, or all recipes if `every` is true.

@@ -144,7 +144,7 @@ def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """Only the last stage has a loss; scale it by the stage count, since ranks are averaged."""
+    """Only the last stage returns a loss; it is scaled so that the mean over ranks is correct."""
     value = wrapped.step(batch.x, batch.y)
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 

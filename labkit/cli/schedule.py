@@ -46,8 +46,7 @@ def schedule(
         f"{schedules.show(actions)}\n"
         f"A step takes the time of {lanes.step:g} forwards; its bubble is {lanes.bubble:.1%}. (A "
         f"backward takes as long as 2 forwards: 1 for the input and 1 for the weights.)\n"
-        f"Peak micro-batches in flight on each stage: "
-        f"{', '.join(f'{x:g}' for x in lanes.held)}.",
+        f"Peak micro-batches in flight per stage: {', '.join(f'{x:g}' for x in lanes.held)}.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     if plot is not None:

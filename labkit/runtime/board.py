@@ -1,17 +1,15 @@
 """The board: a page of shared memory per rank, in which the rank records its operations in flight
 for other ranks and the driver to read.
 
-Ranks can thus detect a mismatch without sending messages: the second rank to enter a collective
-sees that the first rank called a different collective with the same number, and raises an error
-instead of hanging or reducing garbage. After a hang, the driver reads where each rank is. Notes do
-not count as traffic.
+Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
+first called a different collective with the same number, and raises an error instead of hanging or
+reducing garbage. After a hang, the driver reads where each rank is. Notes do not count as traffic.
 
 A page contains notes on the latest operations, each in slot (stream + number) modulo SLOTS:
 
     | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
-and MARKS marks, one per stream (a group or message direction), with the highest sequence number
-that the rank has begun in the stream:
+and MARKS marks, one per stream (group or message direction): the highest number begun there.
 
     | number 4 | stream 4 |   (one word)
 
@@ -166,7 +164,7 @@ class Board:
         self._words[slot // 8] = key
 
     def _set_state(self, key: int, state: int) -> bool:
-        """Set the note's state; False if its slot has been overwritten."""
+        """Set the note's state; return False if its slot has been overwritten."""
         slot = self._slot(self.rank, key)
         if self._words[slot // 8] != key:
             return False

@@ -46,7 +46,7 @@ HOST_CLOCK = HostClock()
 
 class StreamClock(Clock):
     """GPU time: a CUDA event records when the stream passes a point, relative to a moment at which
-    the GPU was idle. Until the time is known, begin fields contain host time, end fields 0.0."""
+    the GPU was idle. Until the time is known, begin fields contain host time and end fields 0.0."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event

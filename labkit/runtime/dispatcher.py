@@ -1,4 +1,4 @@
-"""Run a communicator's operations: number, record and start each, and compare it between ranks."""
+"""Runs a communicator's operations; each is numbered, compared between ranks and recorded."""
 
 import hashlib
 import threading
@@ -33,7 +33,7 @@ BusBytes = Callable[[list[int], int], int]  # (chunk bytes per rank, rank) -> by
 class Dispatcher:
     """The sequence numbers and transports that all `Comm`s of one process group share."""
 
-    worlds = 0  # default groups created so far in this process: torch gives all one name
+    worlds = 0  # default groups so far in this process: torch gives all of them the same name
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -54,13 +54,13 @@ class Dispatcher:
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # reusable groups
         self.users: WeakSet[object] = WeakSet()  # the group's Comms, and handles in flight
         self._subgroups: dict[Dispatcher, bool] = {}  # subgroup -> whether this rank dropped it
-        self.calls: deque[str] = deque(maxlen=1000)  # collectives not compared on a board
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives called without a board
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
         """The dispatcher of a process group, created on first use."""
         with _making:
-            for made in (dist.group.WORLD, group):  # WORLD first: a subgroup's name has its number
+            for made in (dist.group.WORLD, group):  # WORLD first: subgroup names contain its number
                 if made not in _dispatchers:
                     _dispatchers[made] = Dispatcher(made)
             return _dispatchers[group]
@@ -81,7 +81,7 @@ class Dispatcher:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Run one collective: `start(transport, call)` returns its work. All ranks must pass the
+        """Run one collective: `start(transport, call)` returns the work. All ranks must pass the
         same `nbytes`, which determines the algorithm, and tensors of the same shapes in `alike`
         (default: `x`)."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
@@ -145,7 +145,7 @@ class Dispatcher:
         """Raises CollectiveMismatch if `value()` differs between ranks."""
         seq = next(self._collectives)  # even without a board, so that recorded numbers agree
         if here.board is not None:
-            with here.carrying():  # not part of the program
+            with here.carrying():  # this is not part of the program
                 text = f"{what} {value()}"
             note = Note(self.name, self.ranks, seq, text, caller(), text)
             here.board.enter(note)
@@ -312,5 +312,5 @@ _making = threading.Lock()
 
 
 def _flattened(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous `x` in one dimension of stride 1; `view(-1)` may keep one element's stride."""
+    """Contiguous `x` in one dimension of stride 1; for one element, `view(-1)` may differ."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

@@ -68,7 +68,7 @@ class LauncherStore:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
         self.variables = {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 must use this store, not open one
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 uses this store and opens none
             "GLOO_SOCKET_IFNAME": loopback() or "lo",  # keep the ranks' sockets on this machine
         }
 

@@ -58,7 +58,7 @@ def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
 
 
 _COMM = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("comm", "runtime"))
-_DYNAMO = str(Path(torch.__file__).parent / "_")  # prefix of files with torch.compile's frames
+_DYNAMO = str(Path(torch.__file__).parent / "_")  # torch.compile's frames are in these files
 _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 

@@ -1,4 +1,4 @@
-"""A progress bar for the driver and for ranks, where rank 0 draws it, also under torchrun."""
+"""A progress bar in the driver or on ranks (rank 0 draws it), also under torchrun."""
 
 import sys
 import time

@@ -121,8 +121,7 @@ def _start_up(spec: Spec) -> Channel:
             store=store,
             rank=spec.rank,
             world_size=spec.size,
-            # One second more than the board's timeout, because the board's report is clearer;
-            # a timedelta must be finite.
+            # Exceeds the board's timeout, because the board reports more. Must be finite.
             timeout=timedelta(seconds=min(spec.timeout_s, 3e9) + 1),
         )
     except BaseException as error:

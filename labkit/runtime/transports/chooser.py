@@ -9,7 +9,7 @@ The table (table.json) was measured once; its `source` says how. Overrides, in o
     LABKIT_TABLE="my/table.json"                              a table for your own link, written by
                                                               labkit bench collectives --fit
 
-All ranks must choose the same. `comm.explain("all_reduce", nbytes)` returns the choice and why.
+All ranks must choose the same algorithm. `comm.explain("all_reduce", nbytes)` explains a choice.
 """
 
 import hashlib
@@ -227,7 +227,7 @@ def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
     try:
         table_rows = [Row(**row) for row in rows]
     except TypeError:
-        return "a row needs `from_bytes`, `algorithm` and, if that can fail, `otherwise`"
+        return "a row needs `from_bytes` and `algorithm`; a fallback, `otherwise`, is optional"
     begins = [row.from_bytes for row in table_rows]
     if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
         return "from_bytes must be whole numbers of bytes, and one must be 0"

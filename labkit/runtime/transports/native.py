@@ -14,7 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """A backend's own collectives: NCCL's, and gloo's all-reduce. Events get bytes by formula."""
+    """A backend's own collectives: NCCL's, and gloo's all-reduce. Events count bytes by formula."""
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -67,7 +67,7 @@ class Native(Transport):
         return dist.barrier(self.group, async_op=True)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
-        """Batch send and receive: a separate NCCL send would wait for a receive, not yet posted."""
+        """Batch send and receive: a separate NCCL send would wait for a receive not yet posted."""
         n = len(self._global)
         leaving = x.clone() if n == 1 or share_memory(x, out) else x
         if n == 1:
@@ -88,7 +88,7 @@ class Native(Transport):
 
 
 class All:
-    """Several works as one, without a byte count: events get bytes by formula."""
+    """Several works as one, without a byte count: events count bytes by formula."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works

@@ -45,7 +45,7 @@ NAPS_S = 20e-6, 1e-3  # first and longest nap, without futex
 
 class Region:
     """`words` integers and, from `data` on, `data_bytes` bytes, shared by `parties` processes, of
-    which this process is number `me`. Raises RuntimeError if memory is short."""
+    which this process is number `me`. Raises RuntimeError if too little memory is free."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
         self._here = range(words, words + parties)  # a word per process: HERE or GONE

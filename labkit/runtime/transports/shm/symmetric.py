@@ -1,6 +1,6 @@
 """Symmetric memory: a tensor on each rank of a group, in memory that all ranks can access.
 
-All ranks create it together, in parts of equal size per rank. Its all-reduce sends nothing through
+All ranks create it together, with parts of equal size. Its all-reduce sends nothing through
 slots: once all ranks are FILLED, rank r alone uses slice r of every part until it has written the
 result to every part. One line per stage; x012 is the reduction of x0, x1 and x2:
 
@@ -29,7 +29,7 @@ PLACE_BITS = 40  # low bits of a place: the byte offset; high bits: the memory's
 
 
 class Symmetric:
-    """The parts of `size` ranks, `nbytes` each, in one region, the group's `number`-th."""
+    """The parts of `size` ranks, `nbytes` each, in one region, numbered within the group."""
 
     def __init__(self, number: int, path: Path, rank: int, size: int, nbytes: int):
         self.number, self._rank, self._size = number, rank, size

@@ -135,7 +135,7 @@ class Text:
         produce the same batch in every process; torch's random state is neither read nor changed.
         Raises ValueError if the text is shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
-            raise ValueError(f"{rows=}, {length=}: choose 1 or more; {step=}, {seed=}: 0 or more")
+            raise ValueError(f"{rows=}, {length=} must be at least 1; {step=}, {seed=} at least 0")
         if len(self) < length + 1:
             raise ValueError(
                 f"a sequence of {length} and its last target need {length + 1} tokens, but the "

@@ -91,7 +91,7 @@ def _import_modules() -> None:
 
 
 def _import_slow_modules() -> None:
-    """Import the module that the first optimizer needs; this takes longer than all other imports."""
+    """Import the module that the first optimizer needs; this takes longer than all others."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()

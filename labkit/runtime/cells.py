@@ -52,7 +52,7 @@ def check(source: str, filename: str) -> None:
         compile(source, filename, "exec", dont_inherit=True)
     except SyntaxError as error:
         if (error.text or "").lstrip().startswith(("!", "%")):
-            error.add_note("Ranks run plain Python: IPython's ! and % commands do not work there.")
+            error.add_note("Ranks run plain Python: IPython's ! and % commands do not work.")
         if "'await'" in (error.msg or ""):
             error.add_note("On a rank, write asyncio.run(...) instead of a bare await.")
         raise

@@ -77,7 +77,7 @@ def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source:
     assert error.lineno == 1 + len(source.splitlines())
     if source in ("x =", "!ls"):  # what the parser refuses; the rest has no text in Python
         assert error.text is not None and error.text.strip() == source
-    for text, note in (("await", "asyncio.run"), ("!ls", "do not work there")):
+    for text, note in (("await", "asyncio.run"), ("!ls", "commands do not work")):
         assert text not in source or note in error.__notes__[0]
     assert remembers(world)
 

@@ -19,6 +19,7 @@ import copy
 import functools
 import io
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +95,7 @@ class Text:
     """Text as one sequence of token ids: `.ids` [n] int32, each below `.vocab`; `len(text)` is n.
 
     path    a file; a folder, whose text files are joined in path order (hidden and binary files
-            are skipped); or None: Python's built-in documentation, about 450 kB
+            are skipped); or None: Python's built-in documentation, in ASCII, about 450 kB
     tokens  "byte": the 256 byte values of UTF-8; "bpe": subwords learned from this text
     vocab   for "bpe", the number of subwords; a short text may yield fewer (see `.vocab`)
 
@@ -112,6 +113,8 @@ class Text:
         if tokens not in ("byte", "bpe"):
             raise ValueError(f'tokens must be "byte" or "bpe", not {tokens!r}')
         manual = "\n\n".join(topics[key] for key in sorted(topics))
+        # ASCII, so that models of 128 tokens can read it; one ? per byte keeps all positions.
+        manual = re.sub(r"[^\0-\x7f]", lambda found: "?" * len(found[0].encode()), manual)
         content = manual if path is None else _read(Path(path))
         if not content:
             raise ValueError(f"{path} is empty, or not UTF-8 text; choose a text file or a folder")

@@ -1,5 +1,7 @@
 """What the whole suite shares: how it behaves on a machine that lacks a plugin or a GPU."""
 
+import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A suite that was started in the background (nohup, &) ignores Ctrl-C, and so would all
         # that it starts: then what is tested about interrupts would wait for ever.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if shutil.which("nvidia-smi"):  # all tests but those of the GPU compute on the CPU
+        os.environ.setdefault("LABKIT_DEVICE", "cpu")
 
 
 def pytest_collection_finish() -> None:
@@ -47,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_tests_may_use_the_gpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.node.get_closest_marker("gpu"):
+        monkeypatch.delenv("LABKIT_DEVICE", raising=False)
 
 
 @pytest.fixture(autouse=True)

@@ -135,8 +135,8 @@ def _there_and_back(comm: Any, buffers: Buffers) -> None:
 class NativeCalls:
     """The backend's own operations, without labkit's communicator, under `Comm`'s method names."""
 
-    def __init__(self, group: Any):
-        self._group, self._native = group, Native(group)
+    def __init__(self, group: Any, backend: str):
+        self._group, self._native = group, Native(group, backend)
 
     def send(self, x: torch.Tensor, peer: int) -> None:
         self._group.send([x], peer, 0).wait()

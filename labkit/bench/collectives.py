@@ -65,7 +65,7 @@ def _on_rank(case: Case) -> dict[str, Timed]:
         name: call_of(comm, buffers, case.redop, "" if name == DEFAULT else name)
         for name in case.algorithms
     }
-    calls[""] = call_of(NativeCalls(comm.group), buffers, case.redop, "")
+    calls[""] = call_of(NativeCalls(comm.group, me.backend), buffers, case.redop, "")
     right = expected(buffers, case.redop) if case.check else None
     chosen = {COPY: ""}
     wrong: dict[str, int | None] = {COPY: None}

@@ -156,15 +156,15 @@ class _Inputs:
         self._versions = [x._version for x in tensors.values()]
         self._leaves = [None if i in tensors else leaf for i, leaf in enumerate(leaves)]
         self._places = list(tensors)
-        self._node: Any = None
+        self._saved: Any = None  # the output: torch 2.11 frees a node without one
         if tensors:
             anchor = torch.empty(0, requires_grad=True)
-            self._node = _Save.apply(anchor, *tensors.values()).grad_fn
+            self._saved = _Save.apply(anchor, *tensors.values())
 
     def again(self) -> Any:
         leaves = list(self._leaves)
         try:
-            tensors = self._node.saved_tensors if self._places else ()
+            tensors = self._saved.grad_fn.saved_tensors if self._places else ()
         except RuntimeError as error:
             error.add_note("(recompute needs this input to rerun the function.)")
             raise

@@ -15,7 +15,7 @@ from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.events import ranks_in_words
 from labkit.runtime.channel import Channel, loopback
 from labkit.runtime.dispatcher import Dispatcher
-from labkit.runtime.pick import VARIABLE, check_transport
+from labkit.runtime.pick import VARIABLE, asked_for, check_transport
 
 
 @dataclass
@@ -65,8 +65,8 @@ def attach(
     - otherwise: the only rank of a new group.
 
     Args:
-        backend, timeout_s, seed: used only if `attach` initializes the group. The default backend
-            is NCCL if each rank has a GPU, else gloo.
+        backend, timeout_s, seed: used only if `attach` initializes the group. Default backend:
+            LABKIT_BACKEND; else NCCL with gloo for CPU tensors if each rank has a GPU; else gloo.
         link: the network link to model from this rank to the other ranks.
 
     Raises ValueError if this rank has a different link, or the group uses a different backend.
@@ -129,8 +129,11 @@ def _init_process_group(backend: str | None, timeout_s: float) -> None:
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     size = int(os.environ.get("WORLD_SIZE", 1))
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    device = asked_for("device", None, "cpu", "cuda")
+    backend = backend or asked_for("backend", None, "gloo", "nccl")
     if backend is None:
-        backend = "nccl" if torch.cuda.is_available() and enough_gpus else "gloo"
+        use_gpus = torch.cuda.is_available() and enough_gpus and device != "cpu"
+        backend = "cpu:gloo,cuda:nccl" if use_gpus else "gloo"
     if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         use_loopback()
     timeout = timedelta(seconds=timeout_s)

@@ -255,7 +255,8 @@ class Dispatcher:
                 source=note.source, peer=peer, tag=0 if note.collective else call.tag,
                 transport=transport.name, algorithm=call.algorithm,
             )  # fmt: skip
-            self._clock.mark(event, "issued_s", "began_s", "wait_began_s")  # last two may change
+            clock = self._clock(x.device)
+            clock.mark(event, "issued_s", "began_s", "wait_began_s")  # last two may change
         if board and note:
             board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:
@@ -269,13 +270,12 @@ class Dispatcher:
             if isinstance(error, RuntimeError) and not isinstance(error, OWN_ERRORS):
                 raise CommError.of(described, error) from error
             raise
-        clock = self._clock if event else HOST_CLOCK
+        clock = self._clock(x.device) if event else HOST_CLOCK
         return Handle(work, described, finish, event, board, note, clock)
 
-    @property
-    def _clock(self) -> Clock:
+    def _clock(self, device: torch.device) -> Clock:
         """The clock for waits: NCCL waits on a stream, gloo blocks the host."""
-        return here.clock if "nccl" in self.backend_of.values() else HOST_CLOCK
+        return here.clock if self.backend_of.get(device.type) == "nccl" else HOST_CLOCK
 
     def transport(self, x: torch.Tensor) -> Transport:
         key = (x.device, here.link)
@@ -297,7 +297,7 @@ class Dispatcher:
         group = dereferenced(self._group)
         if here.link is not None:
             return SendReceive(PacedWire(group, here.link))
-        native = Native(group)
+        native = Native(group, backend)
         messages = SendReceive(Wire(group), native) if backend == "gloo" else native
         if here.shared is not None and device == "cpu":
             # A name unique to this group and equal on all its ranks.

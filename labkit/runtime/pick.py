@@ -35,13 +35,12 @@ class Pick:
 
 
 def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
-    """Choose the backend and device, if not given. `paced`: over a modeled link, which only
-    gloo supports. Raises ValueError for a choice that this machine does not support."""
+    """Choose the backend and device: as given, or LABKIT_BACKEND and LABKIT_DEVICE, or the best
+    available. `paced`: over a modeled link, which only gloo supports. Raises ValueError for a
+    choice that this machine does not support."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f'backend={backend!r}: choose "gloo", "nccl" or None (the best available)')
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f'device={device!r}: choose "cpu", "cuda" or None (the best available)')
+    backend = asked_for("backend", backend, "gloo", "nccl")
+    device = asked_for("device", device, "cpu", "cuda")
     if device == "cuda" and not gpus:
         raise ValueError('device="cuda": torch finds no GPU; leave it out, or see labkit doctor')
     if backend == "nccl":
@@ -66,6 +65,21 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     return Pick(
         "gloo", "cuda", f"{size} ranks share {gpus} GPU{'s' * (gpus > 1)}: NCCL needs one each"
     )
+
+
+def asked_for(what: str, given: str | None, *choices: str) -> str | None:
+    """The argument `what`, or else the variable LABKIT_WHAT; None where neither is set. Raises
+    ValueError for any other choice."""
+    variable = f"LABKIT_{what.upper()}"
+    source, name = (what, given) if given is not None else (variable, os.environ.get(variable))
+    if source == variable and not name:
+        return None
+    if name not in choices:
+        first, second = choices
+        raise ValueError(
+            f'{source}={name!r}: choose "{first}", "{second}" or none (the best available)'
+        )
+    return name
 
 
 def pick_transport(

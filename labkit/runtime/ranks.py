@@ -22,13 +22,12 @@ from labkit.runtime.interrupts import Interrupts
 from labkit.runtime.launch import Starter, starter
 from labkit.runtime.output import RankOutput
 from labkit.runtime.progress import notice
-from labkit.runtime.rank import CONTROL, HELLO, OUTPUT, Spec
+from labkit.runtime.rank import CONTROL, HELLO, OUTPUT, STARTUP_TIMEOUT_S, Spec
 
 if TYPE_CHECKING:
     from labkit.runtime.world import World
 
 TICK_S = 0.05  # between checks of a running world
-STARTUP_TIMEOUT_S = 60.0
 ANSWER_S = 1.0  # for an idle rank to answer
 MAX_BUFFERED_BYTES = 1 << 22  # exceeds the system's buffer for a rank's output
 

@@ -71,7 +71,7 @@ def test_all_operations_give_the_expected(redop: str, dtype: str, ranks: int, wo
     def wrongs() -> dict[tuple[str, str], int]:
         comm, counts = Comm(), {}
         kind = getattr(torch, dtype), torch.device("cpu")
-        for op, calls in product(OPS, (comm, NativeCalls(comm.group))):
+        for op, calls in product(OPS, (comm, NativeCalls(comm.group, "gloo"))):
             buffers = Buffers(op, comm.rank, comm.size, 33, *kind)
             buffers.fill()
             call_of(calls, buffers, redop, "")()

@@ -54,7 +54,7 @@ class Row:
 
 
 class Chooser:
-    """Chooses algorithms for `size` ranks. Raises ValueError if LABKIT_ALGO or a table is invalid."""
+    """Chooses algorithms for `size` ranks. Raises ValueError if a variable's value is invalid."""
 
     def __init__(self, size: int, table: Mapping[str, Any] | None = None):
         self._size = size

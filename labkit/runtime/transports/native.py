@@ -16,11 +16,11 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 class Native(Transport):
     """A backend's own collectives: NCCL's, and gloo's all-reduce. Events count bytes by formula."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: Any, backend: str):
         self._group = ref(group)
         self._rank: int = group.rank()
         self._global = dist.get_process_group_ranks(group)
-        self.name = str(dist.get_backend(group))
+        self.name = backend
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):
@@ -61,7 +61,19 @@ class Native(Transport):
         return dist.scatter(x, chunks, self._global[root], self.group, async_op=True)
 
     def all_to_all(self, outs: Chunks, ins: Chunks, call: Call) -> Work:
-        return dist.all_to_all(outs, ins, group=self.group, async_op=True)
+        try:
+            return dist.all_to_all(outs, ins, group=self.group, async_op=True)
+        except RuntimeError as error:
+            if "does not support alltoall" not in str(error):
+                raise
+        # In torch 2.11, gloo has no all-to-all for lists, only for flat buffers.
+        sizes = [[x.numel() for x in chunks] for chunks in (outs, ins)]
+        flat = torch.empty(sum(sizes[0]), dtype=outs[0].dtype, device=outs[0].device)
+        joined = torch.cat([x.flatten() for x in ins])
+        dist.all_to_all_single(flat, joined, *sizes, group=self.group)
+        for out, part in zip(outs, flat.split(sizes[0]), strict=True):
+            out.copy_(part.view_as(out))
+        return LaneWork(lambda: 0).run()
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
         return dist.barrier(self.group, async_op=True)

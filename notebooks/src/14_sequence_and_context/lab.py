@@ -270,7 +270,7 @@ show("parallel/context/ulysses.py:Ulysses.forward", since="q, k, v = ")
 def train(how, steps=3, dtype=torch.float64, edit=None):
     me = attach()
     torch.manual_seed(0)
-    model = GPT(**SIZES).to(dtype)
+    model = GPT(**SIZES).to(me.device, dtype)
     if how in ("tensor", "sequence"):
         tensor_parallel(model, me.comm, sequence=how == "sequence", gather_logits=False)
     if edit:
@@ -279,7 +279,7 @@ def train(how, steps=3, dtype=torch.float64, edit=None):
         model = DDP(context_parallel(model, me.comm, way=how), me.comm)
     adam, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(steps):
-        batch = Text().batch(step, rows=ROWS, length=64)
+        batch = Text().batch(step, rows=ROWS, length=64).to(me.device)
         adam.zero_grad()
         value = loss_of(model, batch.x, batch.y, how, me.comm)
         value.backward()
@@ -300,9 +300,9 @@ def loss_of(model, x, y, how, comm):
 # %%
 one, two, four = (World(size) for size in (1, 2, 4))
 alone = torch.tensor(one.run(train, "one")[0], dtype=torch.float64)
+print("1 rank:", ", ".join(f"{loss:.6f}" for loss in alone.tolist()))
 
 # %% tags=["nbval-check-output"]
-print(f"1 rank: {', '.join(f'{loss:.6f}' for loss in alone.tolist())}")
 for how, world in (("sequence", two), ("ring", two), ("ring", four), ("ulysses", four)):
     losses = torch.tensor(world.run(train, how), dtype=torch.float64).mean(0)  # of all ranks
     print(f"{world.size} ranks, {how:<9} equal: {torch.allclose(losses, alone, rtol=1e-10)}")
@@ -317,8 +317,9 @@ for how, world in (("sequence", two), ("ring", two), ("ring", four), ("ulysses",
 def one_layer(how):
     """What one block sends: (forward or backward, operation, shape, bytes)."""
     me = attach()
-    model = tensor_parallel(GPT(**SIZES), me.comm, sequence=how == "sequence")
-    x = torch.randn(ROWS, 64 // (me.size if how == "sequence" else 1), 96, requires_grad=True)
+    model = tensor_parallel(GPT(**SIZES).to(me.device), me.comm, sequence=how == "sequence")
+    length = 64 // (me.size if how == "sequence" else 1)
+    x = torch.randn(ROWS, length, 96, device=me.device, requires_grad=True)
     with listen() as events:
         y = model.blocks[0](x)
         forward = len(events)
@@ -347,11 +348,12 @@ for how, events in layers.items():
 # %%
 def kept(how):
     me = attach()
-    model = GPT(**SIZES, dropout=0.1).bfloat16()
+    model = GPT(**SIZES, dropout=0.1).to(me.device, torch.bfloat16)
     model.blocks[0].attn.core = PlainAttention(0.1)
     tensor_parallel(model, me.comm, sequence=how == "sequence")
     length = 64 // (me.size if how == "sequence" else 1)
-    x = torch.randn(ROWS, length, 96, dtype=torch.bfloat16, requires_grad=True)
+    like = dict(dtype=torch.bfloat16, device=me.device)
+    x = torch.randn(ROWS, length, 96, **like, requires_grad=True)
     return saved_by(model.blocks[0], x)
 
 
@@ -393,7 +395,8 @@ guess.beside(
 def attention(way):
     me = attach()
     core = RingAttention(me.comm) if way == "ring" else Ulysses(PlainAttention(), me.comm)
-    q, k, v = (torch.randn(ROWS, 8, 64 // me.size, 12, requires_grad=True) for _ in range(3))
+    shape, like = (ROWS, 8, 64 // me.size, 12), dict(device=me.device, requires_grad=True)
+    q, k, v = (torch.randn(shape, **like) for _ in range(3))
     with listen() as forward:
         out = core(q, k, v)
     with listen() as backward:
@@ -546,10 +549,11 @@ def shard_3(tokens, targets, comm):
 def hunt(cut, steps=10):
     me = attach()
     torch.manual_seed(0)
-    model = DDP(context_parallel(GPT(**SIZES).double(), me.comm), me.comm)
+    model = GPT(**SIZES).to(me.device, torch.float64)
+    model = DDP(context_parallel(model, me.comm), me.comm)
     adam, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for step in range(steps):
-        batch = Text().batch(step, rows=ROWS, length=64)
+        batch = Text().batch(step, rows=ROWS, length=64).to(me.device)
         x, y, positions = cut(batch.x, batch.y, me.comm)
         adam.zero_grad()
         given = {} if positions is None else dict(positions=positions)
@@ -603,13 +607,13 @@ for name, losses in curves.items():
 def norm_gradient(how, summed=True):
     me = attach()
     torch.manual_seed(0)
-    model = GPT(**SIZES).double()
+    model = GPT(**SIZES).to(me.device, torch.float64)
     if how != "one":
         tensor_parallel(model, me.comm, sequence=True, gather_logits=False)
     norm = model.blocks[0].norm1
     if not summed:
         del norm.forward  # the class's own is back
-    batch = Text().batch(0, rows=ROWS, length=64)
+    batch = Text().batch(0, rows=ROWS, length=64).to(me.device)
     value = loss_of(model, batch.x, batch.y, how, me.comm)
     value.backward()
     return value.item(), norm.weight.grad[:3]
@@ -621,11 +625,18 @@ cases = {
     "not summed": two.run(norm_gradient, "sequence", summed=False),
 }
 
-# %% tags=["nbval-check-output"]
+# %%
 for name, ranks in cases.items():
     for rank, (value, gradient) in enumerate(ranks):
         numbers = ", ".join(f"{1e3 * float(x):6.2f}" for x in gradient)
         print(f"{name:<12} rank {rank}: loss {value:.6f}, gradient: {numbers} · 10⁻³")
+
+# %% tags=["nbval-check-output"]
+((alone_loss, right),) = cases["one process"]
+for name in ("summed", "not summed"):
+    for rank, (value, gradient) in enumerate(cases[name]):
+        same_loss, same = abs(value - alone_loss) < 1e-9, torch.allclose(gradient, right)
+        print(f"{name:<12} rank {rank}: the same loss: {same_loss}, the same gradient: {same}")
 
 # %% [markdown] tags=["answer"]
 # The loss is right, and no message is missing that anyone would wait for. Each rank has the gradient
@@ -643,12 +654,13 @@ for name, ranks in cases.items():
 def masks(own_numbers):
     me, found = attach(), []
     torch.manual_seed(0)
-    model = tensor_parallel(GPT(**SIZES, dropout=0.5), me.comm, sequence=True)
+    model = GPT(**SIZES, dropout=0.5).to(me.device)
+    tensor_parallel(model, me.comm, sequence=True)
     dropout = model.blocks[0].dropout
     if not own_numbers:
         del dropout.forward
     dropout.register_forward_hook(lambda module, args, out: found.append(out != 0))
-    model(Text().batch(0, rows=ROWS, length=64).x)
+    model(Text().batch(0, rows=ROWS, length=64).x.to(me.device))
     return found[0]
 
 

@@ -305,7 +305,8 @@ def paced_step(name, chunks=1, unit_s=0.015):
     each = dict(input_s=unit_s / chunks, weight_s=unit_s / chunks)
     stages = [PacedStage(unit_s / chunks, **each) for _ in range(me.size * chunks)]
     pipeline = Pipeline(stages, me.comm, name, microbatches=8, loss_fn=lambda out, y: out.mean())
-    pipeline.step(torch.ones(8, 8), torch.ones(8, 8))
+    x = torch.ones(8, 8, device=me.device)
+    pipeline.step(x, x)
 
 
 four = World(4)
@@ -345,13 +346,13 @@ def loss(out, y):
 def train(schedule, chunks=1, steps=2, microbatches=8, edit=None):
     me = attach()
     torch.manual_seed(0)
-    stages = split(GPT(**SIZES).double(), me.size * chunks)
+    stages = split(GPT(**SIZES).to(me.device, torch.float64), me.size * chunks)
     pipeline = Pipeline(stages, me.comm, schedule, microbatches, loss)
     if edit:
         edit(pipeline)
     sgd, losses = torch.optim.SGD(pipeline.parameters(), lr=0.5), []
     for step in range(steps):
-        batch = Text().batch(step, rows=microbatches, length=32)
+        batch = Text().batch(step, rows=microbatches, length=32).to(me.device)
         sgd.zero_grad()
         value = pipeline.step(batch.x, batch.y)
         sgd.step()
@@ -383,9 +384,9 @@ alone, traces, trained = train_alone(), {}, {}
 for name, schedule in ALL.items():
     with record() as traces[name]:
         trained[name] = four.run(train, name, chunks_of(schedule))[-1]
+print("1 process", ", ".join(f"{value:.6f}" for value in alone))
 
 # %% tags=["nbval-check-output"]
-print(f"1 process    {', '.join(f'{value:.6f}' for value in alone)}")
 for name, losses in trained.items():
     equal = torch.allclose(torch.tensor(losses), torch.tensor(alone), rtol=1e-10)
     print(f"{name:<12} equal: {equal}")
@@ -415,9 +416,9 @@ sends.beside(
 # %%
 def held_bytes(schedule):
     me = attach()
-    stages = split(GPT(**SIZES).double(), me.size)
+    stages = split(GPT(**SIZES).to(me.device, torch.float64), me.size)
     pipeline = Pipeline(stages, me.comm, schedule, 8, loss)
-    batch = Text().batch(0, rows=8, length=32)
+    batch = Text().batch(0, rows=8, length=32).to(me.device)
     pipeline.step(batch.x, batch.y)  # gradients have their place now
     with PeakMemory() as memory:
         pipeline.step(batch.x, batch.y)
@@ -461,9 +462,10 @@ def pipedream(lr, steps):
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=lr)
 
-    stages = split(four_layers(), me.size)
+    stages = split(four_layers().to(me.device), me.size)
     pipeline = Pipeline(stages, me.comm, "pipedream", 8, F.mse_loss, optimizer=sgd)
-    return [pipeline.step(*numbers(step)) for step in range(steps)]
+    batches = ([part.to(me.device) for part in numbers(step)] for step in range(steps))
+    return [pipeline.step(*batch) for batch in batches]
 
 
 # %%
@@ -564,12 +566,12 @@ except Exception as error:
 
 # %%
 def replicated(wrap, microbatches=8):
-    attach()
+    device = attach().device
     torch.manual_seed(0)
-    mesh = Mesh(dp=2, pp=2)
-    stages = [wrap(stage, mesh.dp) for stage in split(GPT(**SIZES).double(), 2)]
+    mesh, model = Mesh(dp=2, pp=2), GPT(**SIZES).to(device, torch.float64)
+    stages = [wrap(stage, mesh.dp) for stage in split(model, 2)]
     pipeline = Pipeline(stages, mesh.pp, "1f1b", microbatches, loss)
-    batch = Text().batch(0, rows=2 * microbatches, length=32).slice(mesh.dp.rank, 2)
+    batch = Text().batch(0, rows=2 * microbatches, length=32).slice(mesh.dp.rank, 2).to(device)
     pipeline.step(batch.x, batch.y)
     return sum(p.grad.square().sum().item() for p in pipeline.parameters())
 

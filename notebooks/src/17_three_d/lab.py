@@ -238,7 +238,7 @@ def on_mesh(*, scatter_gather=False, **axes):
     """A mesh, and this rank's part of a GPT on it."""
     mesh = Mesh(**axes)
     torch.manual_seed(0)
-    model = GPT(**SIZES).double()
+    model = GPT(**SIZES).to(attach().device, torch.float64)
     tensor_parallel(model, mesh.tp, gather_logits=False)  # its layers ...
 
     def token_loss(logits, y):
@@ -318,12 +318,13 @@ def sent_to(event, mesh):
 # %%
 def train(steps=2, **axes):
     """Losses, on the last stage; norms before clipping; what the last step sent; the weights."""
-    attach()
+    me = attach()
     mesh, pipe = on_mesh(**axes)
     adam = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(steps):
         batch = Text().batch(step, rows=ROWS, length=16).slice(mesh.dp.rank, mesh.dp.size)
+        batch = batch.to(me.device)
         adam.zero_grad()
         with listen() as events:
             losses.append(pipe.step(batch.x, batch.y))
@@ -351,6 +352,8 @@ def train_alone(steps=2):
 
 alone_losses, alone_norms, alone_weights = train_alone()
 eight = World(8)
+print("one process, losses:", ", ".join(f"{loss:.6f}" for loss in alone_losses.tolist()))
+print("norms, clipped to 1:", ", ".join(f"{norm:.6f}" for norm in alone_norms))
 
 # %% [markdown]
 # Four ways to put eight ranks into a box. Each replica has the mean loss of its own rows, so the
@@ -372,8 +375,6 @@ MESHES = [
 ]  # fmt: skip
 
 # %% tags=["nbval-check-output"]
-print("one process, losses:", ", ".join(f"{loss:.6f}" for loss in alone_losses.tolist()))
-print("norms, clipped to 1:", ", ".join(f"{norm:.6f}" for norm in alone_norms))
 with record() as recorded:
     ran = [eight.run(train, **MESHES[0])]
 ran += [eight.run(train, **axes) for axes in MESHES[1:]]
@@ -626,7 +627,8 @@ def d_(mesh, gradients):
 def untied(mesh):
     """A pipeline in which nobody synchronises, and the same model in one process, with its tie."""
     torch.manual_seed(0)
-    alone, model = GPT(**SIZES).double(), GPT(**SIZES, tied=False).double()
+    like = dict(device=attach().device, dtype=torch.float64)
+    alone, model = GPT(**SIZES).to(**like), GPT(**SIZES, tied=False).to(**like)
     model.load_state_dict(alone.state_dict())
     stages = split(tensor_parallel(model, mesh.tp, gather_logits=False), mesh.pp.size)
 
@@ -649,7 +651,7 @@ def raw_step():
     """The mesh, this rank's parameters with gradients of its own, and the right ones, by name."""
     mesh = Mesh(pp=2, dp=2, tp=2)
     pipe, alone = untied(mesh)
-    batch = Text().batch(0, rows=ROWS, length=16)
+    batch = Text().batch(0, rows=ROWS, length=16).to(attach().device)
     mine = batch.slice(mesh.dp.rank, mesh.dp.size)
     pipe.step(mine.x, mine.y)
     F.cross_entropy(alone(batch.x).flatten(0, 1), batch.y.flatten()).backward()
@@ -743,13 +745,13 @@ def too_many(mesh, model):
 
 def rows_by_rank(mesh, model):
     batch = Text().batch(0, rows=ROWS, length=16).slice(mesh.comm.rank, 8)
-    model(batch.x)
+    model(batch.x.to(attach().device))
 
 
 def try_it(mistake):
     attach()
     mesh = Mesh(pp=2, dp=2, tp=2)
-    mistake(mesh, tensor_parallel(GPT(**SIZES), mesh.tp))
+    mistake(mesh, tensor_parallel(GPT(**SIZES).to(attach().device), mesh.tp))
 
 
 def told_by(error):

@@ -40,9 +40,9 @@ class World:
 
     Args:
         size: number of ranks.
-        backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL if each rank has a GPU and
-            there is no link; else gloo, on GPUs if any. `backend="gloo"` alone selects the CPU.
-            `world.picked` states the choice and the reason.
+        backend, device: "gloo" or "nccl", "cpu" or "cuda". `backend="gloo"` alone selects the CPU.
+            Default: LABKIT_BACKEND and LABKIT_DEVICE; else NCCL if each rank has a GPU and there is
+            no link; else gloo, on GPUs if any. `world.picked` states the choice and the reason.
         threads: torch threads per rank.
         timeout_s: seconds that a rank may wait for other ranks before the run fails.
         link: the link to model, to simulate a slow network; `TwoLevel`: the links of a cluster.

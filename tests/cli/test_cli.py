@@ -105,7 +105,7 @@ def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
     assert "A step takes the time of 9 forwards; its bubble is 33.3%" in done.output
-    assert "on each stage: 2, 1." in done.output
+    assert "per stage: 2, 1." in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = command("schedule interleaved")
     assert "F0.1" in shown and "its bubble is 15.8%" in shown and "5.5, 4.5, 3.5, 2.5" in shown

@@ -1,5 +1,5 @@
 """`labkit compare`: train strategies on the same data and check each against a single process.
-Losses, weights (in float64), replicas and predicted bytes must match; times are only shown."""
+Losses, weights (in float64), replicas and predicted bytes must match; times are not checked."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -47,10 +47,10 @@ def compare(
     every: bool = False,
     out: Path = Path("runs/compare"),
 ) -> list[Result]:
-    """Train with each strategy and compare its result with that of `single`, which runs first.
+    """Train with each strategy and compare the result with that of `single`, which runs first.
 
     Args:
-        strategies: recipe names; by default one per family, or all recipes if `every`.
+        strategies: recipe names; by default one per family, or all recipes if `every` is true.
         out: the output folder, with a subfolder per strategy for its recorded run.
     """
     check_size(ranks)
@@ -65,7 +65,7 @@ def compare(
         (oracle,), trace = _recorded(world, "single", task, out)
     results = [_judge([oracle], oracle, task, trace)]
     with World(ranks) as world:
-        print(f"{world.picked}; they share {psutil.cpu_count()} cores")
+        print(f"{world.picked}; the ranks share {psutil.cpu_count()} cores")
         for strategy in chosen:
             reports, trace = _recorded(world, strategy.name, task, out)
             results.append(_judge(reports, oracle, task, trace))
@@ -73,8 +73,8 @@ def compare(
 
 
 def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[Recipe]:
-    """The recipes that can train the task's model on `ranks` ranks. For an unfit recipe, raises
-    ValueError if `asked` (the user named the recipes), else prints why the recipe is skipped."""
+    """The recipes that can train the task's model on `ranks` ranks. For other recipes,
+    raises ValueError if `asked` (the user named the recipes), else prints why they are skipped."""
     with torch.device("meta"):
         model = GPT.preset(task.model)
     fitting = []
@@ -89,7 +89,7 @@ def fitting(chosen: list[Recipe], task: Task, ranks: int, asked: bool) -> list[R
 
 
 def _recorded(world: World, name: str, task: Task, out: Path) -> tuple[list[Report], Trace]:
-    """Train and record; the third step, by which all state is allocated, is recorded in detail."""
+    """Train and record, the third step in detail: all state is allocated by then."""
     detail_step = min(2, task.steps - 1)
     with record(out / name, detail_step, replace=True, what=name, task=asdict(task)) as trace:
         reports = world.run(train, name, task)
@@ -116,7 +116,7 @@ def _judge(reports: list[Report], oracle: Report, task: Task, trace: Trace) -> R
     if task.dtype == "float64" and not difference <= WEIGHTS_AGREE:
         problems.append(f"weights differ from single-process training by {difference:.1e}")
     if (spread := _difference(reports, first)) != 0:
-        problems.append(f"the replicas differ from each other by {spread:.1e}")
+        problems.append(f"weights differ between replicas by {spread:.1e}")
     for name, mean in means.items():
         if mean != (expected := getattr(first.predicted, name)):
             problems.append(f"{name}: measured {mean:,.1f}, predicted {expected:,.1f}")
@@ -134,9 +134,9 @@ def _difference(reports: list[Report], other: Report) -> float:
 def table(results: list[Result], task: Task) -> Table:
     """The results as a table 80 characters wide: loss, error, bytes sent and held, step time."""
     shown = Table(
-        title=f"GPT {task.model}, {task.rows} x {task.length} tokens a step, {task.steps} steps, "
+        title=f"GPT {task.model}, {task.rows} x {task.length} tokens per step, {task.steps} steps, "
         f"{task.dtype}",
-        caption="loss: at the last step\nerror: largest difference of a weight from single's\n"
+        caption="loss: at the last step\nerror: largest difference of any weight from `single`\n"
         "sent: MB per rank and step, measured (predicted)\n"
         "held: MB per rank, parameters/gradients/optimizer",
         title_justify="left", caption_justify="left", pad_edge=False, padding=(0, 1, 0, 0),
@@ -159,7 +159,7 @@ def table(results: list[Result], task: Task) -> Table:
 
 def draw(results: list[Result], out: Path) -> list[Path]:
     """Draw losses, measured and predicted bytes, the breakdown of step time and, in each run's
-    folder, the timeline and memory of the run. Returns the paths."""
+    folder, the timeline and memory of the run. Return the paths of the pictures."""
     from labkit import plot, view
     from labkit.plot.strategies import draw_comparison
 

@@ -51,11 +51,11 @@ class Batch:
 
     @property
     def share(self) -> float:
-        """Weight of this slice's mean loss: 1 for even slices, 0 for an empty slice."""
+        """Weight of this slice's mean loss: 1 for equal slices, 0 for an empty slice."""
         return self.y.numel() * self.ranks / self.total_tokens
 
     def slice(self, rank: int, size: int) -> "Batch":
-        """Contiguous rows of `rank` out of `size`; counts differ by at most one and may be 0.
+        """The contiguous rows of one of `size` ranks; row counts differ by at most 1 and may be 0.
         Raises ValueError unless rank is from 0 to size - 1."""
         if not 0 <= rank < size:
             raise ValueError(
@@ -97,7 +97,7 @@ class Text:
     path    a file; a folder, whose text files are joined in path order (hidden and binary files
             are skipped); or None: Python's built-in documentation, in ASCII, about 450 kB
     tokens  "byte": the 256 byte values of UTF-8; "bpe": subwords learned from this text
-    vocab   for "bpe", the number of subwords; a short text may yield fewer, see `.vocab`
+    vocab   for "bpe", the number of subwords; a short text may yield fewer (see `.vocab`)
 
     Raises FileNotFoundError for a missing path, ValueError for an empty or binary file, an unknown
     kind of token, or a vocab too small for the text's characters.
@@ -111,9 +111,9 @@ class Text:
         vocab: int = 1024,
     ) -> None:
         if tokens not in ("byte", "bpe"):
-            raise ValueError(f'tokens are "byte" or "bpe", not {tokens!r}')
+            raise ValueError(f'tokens must be "byte" or "bpe", not {tokens!r}')
         manual = "\n\n".join(topics[key] for key in sorted(topics))
-        # Models of 128 characters read it too; a byte for a byte, so that no window moves.
+        # ASCII, so that models of 128 tokens can read it; one ? per byte keeps all positions.
         manual = re.sub(r"[^\0-\x7f]", lambda found: "?" * len(found[0].encode()), manual)
         content = manual if path is None else _read(Path(path))
         if not content:
@@ -138,7 +138,7 @@ class Text:
         produce the same batch in every process; torch's random state is neither read nor changed.
         Raises ValueError if the text is shorter than length + 1 tokens."""
         if rows < 1 or length < 1 or step < 0 or seed < 0:
-            raise ValueError(f"{rows=}, {length=} must be at least 1, {step=}, {seed=} at least 0")
+            raise ValueError(f"{rows=}, {length=} must be at least 1; {step=}, {seed=} at least 0")
         if len(self) < length + 1:
             raise ValueError(
                 f"a sequence of {length} and its last target need {length + 1} tokens, but the "
@@ -155,7 +155,7 @@ class Text:
     def hold_out(self, fraction: float = 0.1) -> tuple["Text", "Text"]:
         """Split off the last `fraction` of tokens; return (training, validation) with one vocab."""
         if not 0 < fraction < 1:
-            raise ValueError(f"fraction={fraction}: choose one between 0 and 1")
+            raise ValueError(f"fraction={fraction}: choose a fraction between 0 and 1")
         cut = len(self) - round(len(self) * fraction)
         train, held = copy.copy(self), copy.copy(self)
         train.ids, held.ids = self.ids[:cut], self.ids[cut:]
@@ -216,7 +216,7 @@ def _learn_bpe(content: str, vocab: int) -> _Subwords:
             bos_id=-1,
             eos_id=-1,
             num_threads=1,
-            minloglevel=2,  # silent
+            minloglevel=2,  # print nothing
         )
     except RuntimeError as error:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""torch's ambient state: dispatch modes, autocast's dtype, random generators."""
+"""torch's global state: dispatch modes, autocast's dtype and random generators."""
 
 from contextlib import AbstractContextManager, nullcontext
 

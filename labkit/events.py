@@ -7,7 +7,7 @@
 A strategy's formulas and tests use `bus_bytes`, which do not depend on the transport. For symmetric
 operations (all-reduce, all-gather, reduce-scatter, all-to-all), they are the bytes that each rank
 must send; for operations with a root, every rank counts the bytes on the busiest link. For
-all-gather and reduce-scatter, S is the total of n shards. If n does not divide S, each rank counts
+all-gather and reduce-scatter, S is the total of n shards. If S is not divisible by n, a rank counts
 the chunks it sends in a ring, so that the sum over ranks is exact: 2(n-1)S for an all-reduce,
 (n-1)S for each of its two halves. Source of the factors: nccl-tests, doc/PERFORMANCE.md.
 This module does not import torch, so that events can be read, replayed and drawn without torch.
@@ -63,7 +63,7 @@ class CommEvent:
     tag: int = 0
     step: int = 0  # training step, if steps are counted
     transport: str = ""  # "shm", "gloo", "nccl" or "fake"
-    lane: str = ""  # run by the "caller", the group's "lane", or the "backend"
+    lane: str = ""  # where it ran: "caller", "lane" (of the group) or "backend"
     algorithm: str = ""  # "ring", "tree", ...; the backend's name if the backend chooses
     wire_bytes: int = 0  # known once the operation has ended
     issued_s: float = 0.0  # when the strategy called the operation

@@ -11,7 +11,7 @@ PICTURES = (".png", ".pdf", ".svg", ".jpg")
 
 
 def read_file(path: str | Path) -> bytes:
-    """Read a regular file. Raises OSError, or ValueError if not regular or larger than 1 GiB."""
+    """Read a regular file. Raises OSError, or ValueError if it is not regular or exceeds 1 GiB."""
     path = Path(path)
     nbytes = path.stat().st_size
     if not path.is_file():
@@ -22,7 +22,7 @@ def read_file(path: str | Path) -> bytes:
 
 
 def write_json(path: str | Path, contents: object) -> Path:
-    """Write a JSON file, and its folder if missing; return its path."""
+    """Write a JSON file, creating its folder if necessary; return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")

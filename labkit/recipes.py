@@ -59,9 +59,9 @@ def adamw(wrapped: nn.Module, comm: Comm, lr: float) -> torch.optim.Optimizer:
 class Recipe:
     """`wrap(module, comm)` returns the parallel model, `optimizer(wrapped, comm, lr)` its
     optimizer, `share(batch, comm)` this rank's share of a global batch, `predict(module, size)` its
-    footprint (third argument unless `share` is `rows`: the batch's token count). `unfit(model,
-    rows, length, ranks)` returns why the sizes do not fit, or "". `step(wrapped, batch,
-    comm)` computes gradients and returns a loss whose mean over ranks is the batch's loss."""
+    footprint (unless `share` is `rows`, also pass the batch's token count). `unfit(model, rows,
+    length, ranks)` returns why the sizes do not fit, or "". `step(wrapped, batch, comm)` computes
+    gradients and returns a loss whose mean over ranks is the batch's loss."""
 
     name: str
     family: str
@@ -144,7 +144,7 @@ def _mean_loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def _pipeline_step(wrapped: Pipeline, batch: Batch, comm: Comm) -> Tensor:
-    """Only the last stage computes the loss, so its value is scaled by the number of stages."""
+    """Only the last stage returns a loss; it is scaled so that the mean over ranks is correct."""
     value = wrapped.step(batch.x, batch.y)
     return torch.zeros(()) if value is None else value * wrapped.comm.size
 
@@ -168,7 +168,7 @@ def mesh_sizes(ranks: int) -> dict[str, int]:
 
 
 def _replica_rows(batch: Batch, comm: Comm) -> Batch:
-    """Three dimensions: the rows of this rank's data-parallel index."""
+    """3D parallelism: the rows of this rank's data-parallel index."""
     sizes = mesh_sizes(comm.size)
     return batch.slice(coordinates(sizes, comm.rank)["dp"], sizes["dp"])
 
@@ -181,7 +181,7 @@ def _three_d(module: nn.Module, comm: Comm) -> Pipeline:
 def _mesh_footprint(
     module: GPT, size: int, tokens: int, axis: str = "", sequence: bool = False
 ) -> Footprint:
-    """The mean footprint over ranks, in three dimensions or along one `axis`. With `sequence`,
+    """The mean footprint over ranks, for 3D parallelism or along one `axis`. With `sequence`,
     gradients of frozen unsharded parameters are not all-reduced."""
     sizes = {"pp": 1, "dp": 1, "tp": 1, axis: size} if axis else mesh_sizes(size)
     held = held_bytes(module, sizes["tp"])

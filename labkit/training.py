@@ -60,7 +60,7 @@ class Report:
     losses: list[float]  # of this rank's share; the mean over ranks is the global loss
     step_s: float  # median over steps
     predicted: Footprint
-    measured: Footprint  # bus_bytes: mean over steps, excluding the shapes, which are sent once
+    measured: Footprint  # bus_bytes: mean over steps, without the shapes, which are sent once
     weights: dict[str, torch.Tensor] = field(repr=False, default_factory=dict)
 
 

@@ -74,8 +74,8 @@ def _about(trace: Trace) -> Rows:
     if losses:
         ends = (min(losses)[0], max(losses)[0])
         of_ends = [[loss for step, loss in losses if step == end] for end in ends]
-        first, last = (sum(values) / len(values) for values in of_ends)  # fmean refuses inf - inf
-        rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean of the ranks"))
+        first, last = (sum(values) / len(values) for values in of_ends)  # fmean rejects inf - inf
+        rows.append(("loss", f"{first:.4f} -> {last:.4f}, mean over ranks"))
     return rows
 
 
@@ -101,7 +101,7 @@ def _times(trace: Trace) -> Rows:
             most = f", most on rank {slowest}: {_ms(median(times_s[slowest]))}"
             rows.append((name, _ms(typical_s) + (most if len(times_s) > 1 else "")))
     if any(communicating(rank) for rank in timed.ranks.values()):
-        rows.append(("overlap", f"{overlap(timed):.0%} of communication hidden behind computing"))
+        rows.append(("overlap", f"{overlap(timed):.0%} of communication hidden behind computation"))
     return rows
 
 
@@ -122,7 +122,7 @@ def _sent(trace: Trace) -> Rows:
     rows = []
     for op, events in sorted(by_op.items(), key=lambda item: -sent_bytes[item[0]]):
         seen = len({event.step for event in events}) if steps else 1
-        often = " a step" if seen == steps else f" in {seen} of {steps} steps" if steps else ""
+        often = " per step" if seen == steps else f" in {seen} of {steps} steps" if steps else ""
         calls = len(events) / (ranks * seen)
         sent = f"{decimal(round(sent_bytes[op] / (ranks * seen)))}{often}"
         rows.append((op, f"{sent}, in {calls:.4g} call{'s' * (calls != 1)}"))

@@ -1,4 +1,4 @@
-"""`labkit bench`: one command per benchmark; without a command, all benchmarks run."""
+"""`labkit bench`: one command per benchmark. Without a command, all benchmarks run."""
 
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +20,7 @@ from labkit.cli.terminal import (
 from labkit.foreign import check_output, markup
 
 bench = typer.Typer(
-    help="Benchmark labkit and its peers in the same run. Close other programs first.",
+    help="Benchmark labkit and its counterparts in the same run. Close other programs first.",
     epilog="Examples:  labkit bench  ·  labkit bench data-parallel --only ddp  ·  "
     "labkit bench collectives --ops all_reduce --ranks 4",
     invoke_without_command=True, rich_markup_mode="rich",
@@ -32,7 +32,7 @@ Ranks = Annotated[str, Option(help="Numbers of ranks, separated by commas.")]
 Models = Annotated[str, Option(help="1M, 3.4M or both, separated by commas.")]
 TransportName = Annotated[
     str | None,
-    Option("--transport", help="labkit's transport: shm or gloo; default: a World's choice."),
+    Option("--transport", help="labkit's transport: shm or gloo; default: chosen by World."),
 ]
 Save = Annotated[Path | None, Option(help="Write all results as JSON.", callback=check_output)]
 
@@ -55,7 +55,7 @@ def data_parallel(
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """Time a step of DDP and ZeRO-1, 2 and 3 against torch's."""
+    """Time a step of DDP and of ZeRO stages 1, 2 and 3, and of torch's counterparts."""
     sizes = split_numbers("ranks", ranks)
     _measure("data_parallel", save, split_words(only), sizes, turns=turns, transport=transport)
 
@@ -72,7 +72,7 @@ def tensor_parallel(
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """Time a step of tensor parallelism against torch's DTensor."""
+    """Time a step of tensor parallelism, and of torch's DTensor."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("tensor_parallel", save, sizes, names, turns, transport)
 
@@ -88,11 +88,11 @@ def pipeline(
     ] = None,
     ranks: Ranks = "2,4",
     models: Models = "1M,3.4M",
-    microbatches: Annotated[int, Option(help="Micro-batches of a batch of 16 rows.", min=1)] = 8,
+    microbatches: Annotated[int, Option(help="Micro-batches per batch of 16 rows.", min=1)] = 8,
     transport: TransportName = None,
     save: Save = None,
 ) -> None:
-    """Time a pipeline step against torch's with the same schedule, and against a lower bound."""
+    """Time a step of labkit's and torch's pipelines by schedule, and compute a lower bound."""
     sizes, names = split_numbers("ranks", ranks), split_words(models)
     _measure("pipeline", save, split_words(only), sizes, names, microbatches, turns, transport)
 
@@ -109,7 +109,7 @@ def precision(
     ] = None,
     save: Save = None,
 ) -> None:
-    """Time a step in each number format; mixed precision and recomputation against torch's."""
+    """Time a step in each number format, and with torch's mixed precision and recomputation."""
     _measure("precision", save, split_words(only), turns=turns)
 
 
@@ -121,7 +121,7 @@ def attention(turns: Turns = 9, save: Save = None) -> None:
 
 @bench.command()
 def replay(turns: Turns = 10) -> None:
-    """Compare DDP step times over a paced link: predicted by a replay, and measured."""
+    """Compare DDP step times over a paced link, as predicted by a replay and as measured."""
     _measure("replay", None, turns=turns)
 
 
@@ -166,12 +166,12 @@ def collectives(
     ] = False,
     table: Annotated[
         Path | None,
-        Option(help="File that --fit writes, by default in your settings.", callback=check_output),
+        Option(help="File for --fit to write; default: in your settings.", callback=check_output),
     ] = None,
 ) -> None:
     """Print nccl-tests' table for labkit's collectives and the backend's own.
 
-    Exits with status 1 if an element was wrong.
+    Exits with status 1 if any element is wrong.
     """
     from labkit.bench import chooser_table, sweep_tables
     from labkit.bench import collectives as module
@@ -180,11 +180,11 @@ def collectives(
     from labkit.sweeps.sweep import parse_bytes, sizes_between
 
     if fit and transport == "shm":
-        raise ValueError("--fit needs --transport gloo: ranks that share memory use no table")
+        raise ValueError("--fit needs --transport gloo: ranks that share memory do not use a table")
     if table is not None and not fit:
-        raise ValueError("--table names the file that --fit writes; give --fit as well")
+        raise ValueError("--table names the file that --fit writes; pass --fit as well")
     if fit and dtype != "float32":
-        raise ValueError(f"--fit needs --dtype float32, in which models train; not {dtype}")
+        raise ValueError(f"--fit needs --dtype float32, the dtype of training, not {dtype}")
     if fit and (other := [op for op in split_words(ops) if op not in chooser_table.OPS]):
         raise ValueError(
             f"--fit with {other[0]}: a table covers {', '.join(chooser_table.OPS)}; measure "
@@ -211,10 +211,10 @@ def collectives(
             console.print(f"[yellow]poor fit:[/] {markup(doubts)}")
         path = chooser_table.write_table(sweep, table or chooser_table.user_table())
         console.print(
-            f"Table of algorithms: {path}\nTo use it, before starting ranks:  "
+            f"Table of algorithms: {path}\nTo use it, run this before starting ranks:  "
             f"export LABKIT_TABLE={path.resolve()}\n"
-            'It applies to messages, as in World(n, transport="gloo"); ranks that share '
-            'memory, as in World(n, transport="shm"), use no table.', markup=False, soft_wrap=True,
+            'Only messages use the table, as in World(n, transport="gloo"); shared memory, '
+            'as in World(n, transport="shm"), does not.', markup=False, soft_wrap=True,
         )  # fmt: skip
     if wrong := sum(point.wrong or 0 for point in sweep.points):
         console.print(f"[red]wrong:[/] {wrong} elements")
@@ -227,13 +227,13 @@ def collectives(
 )
 def transfers(
     mb: Annotated[float, Option(help="Megabytes (1e6 bytes) of fp32 to transfer.")] = 64.0,
-    gbps: Annotated[float, Option(help="Gigabits per second of the paced bus; 0 for none.")] = 16.0,
+    gbps: Annotated[float, Option(help="Gigabits per second of the paced bus; 0: no bus.")] = 16.0,
     turns: Turns = 9,
     to: Annotated[str, Option(help="The dtype to cast to: fp16 or bf16.")] = "fp16",
     save: Save = None,
     plot: Plot = None,
 ) -> None:
-    """Time ways to copy a tensor between memories: cast before or after, pinned or not, ..."""
+    """Time ways to copy a tensor between memories: pinned or not, cast before or after, ..."""
     from labkit import plot as draw
 
     times = _measure("transfers", None, mb, gbps, turns, to)

@@ -16,7 +16,7 @@ def doctor(
         Path | None,
         Option(
             metavar="FILE.toml",
-            help="Measure this machine for about ten seconds instead and write it to this file, "
+            help="Instead, measure this machine for about ten seconds and write it to this file "
             "as a cluster to replay runs on. Close other programs first.",
         ),
     ] = None,
@@ -24,14 +24,14 @@ def doctor(
         int | None, Option(help="With --cluster: the number of ranks; default: 4.", min=1)
     ] = None,
 ) -> None:
-    """Report what this machine has, what a lab will pick, and any problems."""
+    """Report the hardware and software of this machine, what a lab will use, and any problems."""
     from labkit import doctor as examining
     from labkit.bench.machine import measure_machine
     from labkit.clusters import write_clusters
     from labkit.view import grouped_table
 
     if cluster is None and ranks is not None:
-        raise ValueError("--ranks is for measuring; give --cluster FILE.toml as well")
+        raise ValueError("--ranks is for measuring; pass --cluster FILE.toml as well")
     if cluster is not None:
         examining.check_cluster_file(cluster)
         measured = measure_machine(ranks or 4)

@@ -13,7 +13,7 @@ from labkit.foreign import check_picture, read_file
 @app.command(
     "nccl-log",
     epilog="Examples:  NCCL_DEBUG=INFO torchrun ... 2>&1 | tee nccl.log; labkit nccl-log nccl.log"
-    "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: one per process)"
+    "  ·  labkit nccl-log logs/*  (NCCL_DEBUG_FILE=logs/%h.%p: a file per process)"
     "  ·  labkit nccl-log --example two_nodes",
 )
 def nccl_log(
@@ -30,7 +30,7 @@ def nccl_log(
     ] = "",
     out: Annotated[
         Path | None,
-        Option(help="File of the picture; default: FILE.png here.", callback=check_picture),
+        Option(help="Picture file; default: ./FILE.png.", callback=check_picture),
     ] = None,
 ) -> None:
     """Report and draw what NCCL chose: rings, trees, channels, and the transport of each link."""
@@ -40,9 +40,9 @@ def nccl_log(
     from labkit.trace.nccl_log.summary import table
 
     if bool(files) == bool(example):
-        raise ValueError("give either log files or --example two_nodes")
+        raise ValueError("pass either log files or --example two_nodes")
     if example and example not in EXAMPLES:
-        raise ValueError(f"no example {example!r}; there are {', '.join(EXAMPLES)}")
+        raise ValueError(f"no example {example!r}; choose one of {', '.join(EXAMPLES)}")
     sources = files or [str(EXAMPLES[example])]
     log = parse_nccl_log("\n".join(_text_of(source) for source in sources))
     name, stem = f"{len(sources)} logs", "nccl"
@@ -52,7 +52,7 @@ def nccl_log(
         name, stem = Path(sources[0]).name, Path(sources[0]).stem
     console.print(table(log, f"{example}, composed for teaching" if example else name))
     if log.main.size > MOST_RANKS:
-        console.print(f"No picture: {log.main.size} ranks; at most {MOST_RANKS} are drawn.")
+        console.print(f"No picture: {log.main.size} ranks, but at most {MOST_RANKS} are drawn.")
         return
     picture = out or Path(f"{stem}.png")
     check_picture(picture)

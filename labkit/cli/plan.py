@@ -35,7 +35,7 @@ def plan(
     cluster: Annotated[str, Option(help="Such as `selene` or `dgx-h100`.")],
     batch: Annotated[int, Option(help="Rows per step, over all replicas.", min=1, max=1 << 20)],
     model: Annotated[
-        str | None, Option(help="Such as `gpt3-175b`; or give --width, --depth and --heads.")
+        str | None, Option(help="Such as `gpt3-175b`; or pass --width, --depth and --heads.")
     ] = None,
     width: Annotated[int | None, Option(help="Width of the model.", min=1, max=1 << 17)] = None,
     depth: Annotated[int | None, Option(help="Blocks of the model.", min=1, max=2048)] = None,
@@ -54,7 +54,7 @@ def plan(
     pp: Numbers = None,
     dp: Numbers = None,
     microbatch: Annotated[
-        str | None, Option(help="Rows of a micro-batch; default: powers of two.")
+        str | None, Option(help="Rows per micro-batch; default: powers of two.")
     ] = None,
     chunks: Annotated[str | None, Option(help="Chunks per stage; default: powers of two.")] = None,
     zero: Annotated[str | None, Option(help="0, 1 or both, separated by commas.")] = None,
@@ -65,21 +65,21 @@ def plan(
         bool | None, Option(help="Recompute blocks in backward; default: with and without.")
     ] = None,
     max_memory: Annotated[
-        float | None, Option(help="Memory limit per device in GB (1e9 bytes); default: all.")
+        float | None, Option(help="Memory to use per device, in GB (1e9 bytes); default: all.")
     ] = None,
     top: Annotated[int, Option(help="Number of layouts to show.", min=1)] = 10,
     as_json: Annotated[bool, Option("--json", help="Print all results as JSON.")] = False,
     plot: Plot = None,
     fits: Annotated[
         bool,
-        Option("--fits", help="Check only whether the model fits, with memory by category."),
+        Option("--fits", help="Only check whether the model fits; list memory by category."),
     ] = False,
     largest: Annotated[
         bool,
         Option(
             "--largest",
-            help="Find the largest model that fits, by depth at this width; without a model, the "
-            "largest published one.",
+            help="Find the deepest model of this width that fits; without a model, the largest "
+            "published model that fits.",
         ),
     ] = False,
 ) -> None:
@@ -90,11 +90,11 @@ def plan(
     from labkit.clusters import cluster as find_cluster
 
     if sum((fits, largest, plot is not None)) > 1:
-        raise ValueError("--fits, --largest and --plot exclude each other; give one of them")
+        raise ValueError("--fits, --largest and --plot are mutually exclusive; pass one of them")
     where = find_cluster(cluster, clusters)
     sizes = _sizes(model, width=width, depth=depth, heads=heads, context=context, vocab=vocab)
     if sizes is None and not largest:
-        raise ValueError("no model; give --model gpt3-175b, or --width, --depth and --heads")
+        raise ValueError("no model; pass --model gpt3-175b, or --width, --depth and --heads")
     asked: dict[str, Any] = {
         "gpus": gpus,
         "max_memory_bytes": None if max_memory is None else max_memory * 1e9,

@@ -51,11 +51,11 @@ def replay(
     folder: RunFolder,
     on: Annotated[
         list[str] | None,
-        Option(help="A cluster; repeat for several; default: all known clusters."),
+        Option(help="A cluster; repeat the option for several; default: all known clusters."),
     ] = None,
     clusters: Annotated[
         Path | None,
-        Option(help="A file with your own clusters, as `labkit doctor --cluster` writes."),
+        Option(help="A file with your own clusters, as `labkit doctor --cluster` writes it."),
     ] = None,
     measured: Annotated[
         bool,
@@ -83,7 +83,7 @@ def replay(
     own = read_clusters(clusters) if clusters else {}
     every = known_clusters() | own
     if unknown := [name for name in on or () if name not in every]:
-        raise ValueError(f"no cluster {unknown[0]!r}; there are {', '.join(every)}")
+        raise ValueError(f"no cluster {unknown[0]!r}; choose one of {', '.join(every)}")
     names = on or list(own if clusters else every)
     if chrome and len(names) != 1:
         raise ValueError("--chrome writes one replay; name its cluster with --on")

@@ -27,7 +27,8 @@ def schedule(
         int | None, Option(help="Chunks of the model per stage; default: 2 for interleaved.", min=1)
     ] = None,
     plot: Annotated[
-        Path | None, Option(help="Draw it over time, as a PNG file.", callback=check_picture)
+        Path | None,
+        Option(help="Draw the schedule over time, as a PNG file.", callback=check_picture),
     ] = None,
 ) -> None:
     """Print a pipeline schedule, its bubble, and the micro-batches in flight on each stage."""
@@ -43,10 +44,9 @@ def schedule(
     lanes = lanes_of(actions, name)
     console.print(
         f"{schedules.show(actions)}\n"
-        f"A step takes the time of {lanes.step:g} forwards; its bubble is {lanes.bubble:.1%} (a "
-        f"backward takes 2, or 1 for the input and 1 for the weights).\n"
-        f"Peak micro-batches in flight on each stage: "
-        f"{', '.join(f'{x:g}' for x in lanes.held)}.",
+        f"A step takes the time of {lanes.step:g} forwards; its bubble is {lanes.bubble:.1%}. (A "
+        f"backward takes as long as 2 forwards: 1 for the input and 1 for the weights.)\n"
+        f"Peak micro-batches in flight per stage: {', '.join(f'{x:g}' for x in lanes.held)}.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     if plot is not None:

@@ -18,14 +18,14 @@ console = Console()
 
 Model = Annotated[str, Option(help='Size of the GPT: "tiny", "1M" or "3.4M".')]
 Steps = Annotated[int, Option(help="Number of training steps.", min=1)]
-Rows = Annotated[int, Option(help="Sequences in the global batch; need not divide evenly.", min=1)]
-Dtype = Annotated[str, Option(help='"float64" proves equality, "float32" is usual.')]
+Rows = Annotated[int, Option(help="Sequences per global batch; shares may be unequal.", min=1)]
+Dtype = Annotated[str, Option(help='"float64" (to prove equality) or "float32" (as usual).')]
 Lr = Annotated[float, Option(help="Learning rate of AdamW.")]
 Seed = Annotated[int, Option(help="Seed of model and data.", min=0)]
 TextPath = Annotated[
-    str | None, Option("--text", help="A text file or folder; default: Python's own docs.")
+    str | None, Option("--text", help="A text file or folder; default: Python's documentation.")
 ]
-Plot = Annotated[Path | None, Option(help="Draw it, as a PNG file.", callback=check_picture)]
+Plot = Annotated[Path | None, Option(help="Draw a picture, as a PNG file.", callback=check_picture)]
 
 
 def split_words(text: str | None) -> list[str]:
@@ -34,10 +34,10 @@ def split_words(text: str | None) -> list[str]:
 
 
 def split_numbers(option: str, text: str) -> list[int]:
-    """ "2,4" -> [2, 4]. Raises ValueError, naming the option, for any other text, even if empty."""
+    """ "2,4" -> [2, 4]. Raises ValueError, naming the option, for any other text or none."""
     words = split_words(text)
     if wrong := [word for word in words or [text] if not word.isdecimal()]:
-        raise ValueError(f"--{option} {wrong[0]!r}: give whole numbers, as --{option} 2,4")
+        raise ValueError(f"--{option} {wrong[0]!r}: pass whole numbers, such as --{option} 2,4")
     return [int(word) for word in words]
 
 
@@ -61,7 +61,7 @@ class ErrorGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
             known = ", ".join(self.commands)
-            raise ValueError(f"no {self.name or 'command'} {cmd_name!r}; there are {known}")
+            raise ValueError(f"no {self.name or 'command'} {cmd_name!r}; choose one of {known}")
         return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:

@@ -39,7 +39,7 @@ def compare(
         "runs/compare"
     ),
 ) -> None:
-    """Train a small GPT with each strategy on real ranks, and compare it with one process.
+    """Train a small GPT with each strategy on real ranks, and compare with training in one process.
 
     Exits with status 1 if losses, weights, bytes sent or bytes held are wrong.
     """
@@ -70,7 +70,7 @@ def run(
     ranks: Annotated[
         int | None,
         Option(
-            help="Ranks to start; default: 4. Not under torchrun, which starts them itself.", min=1
+            help="Ranks to start; default: 4. Omit under torchrun, which starts the ranks.", min=1
         ),
     ] = None,
     model: Model = "1M",
@@ -118,14 +118,14 @@ def run(
             with recorded():
                 reports = world.run(train, strategy, task, keep_weights=False)
     first_loss, last_loss = (
-        sum(report.losses[i] for report in reports) / len(reports)  # fmean refuses inf - inf
+        sum(report.losses[i] for report in reports) / len(reports)  # fmean rejects inf - inf
         for i in (0, -1)
     )
     sent_bytes = fmean(report.measured.bus_bytes for report in reports)
     size = len(reports)
     console.print(
         f"{strategy} on {size} rank{'s' * (size > 1)}, {steps} steps: loss {first_loss:.4f} -> "
-        f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms a step, "
-        f"{sent_bytes / 1e6:.2f} MB sent by a rank and step "
+        f"{last_loss:.4f}, {max(report.step_s for report in reports) * 1e3:.0f} ms per step, "
+        f"{sent_bytes / 1e6:.2f} MB sent per rank and step "
         f"(predicted {reports[0].predicted.bus_bytes / 1e6:.2f})"
     )

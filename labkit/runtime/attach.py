@@ -31,7 +31,7 @@ class Rank:
     device: torch.device
     backend: str
     state: SimpleNamespace = field(default_factory=SimpleNamespace)
-    control: Channel | None = field(default=None, repr=False)  # to the driver, if there is one
+    control: Channel | None = field(default=None, repr=False)  # connection to the driver, if any
 
     @property
     def comm(self) -> Comm:
@@ -65,8 +65,8 @@ def attach(
     - otherwise: the only rank of a new group.
 
     Args:
-        backend, timeout_s, seed: used only if the group is initialized here. The default backend
-            is NCCL with one GPU per rank, else gloo.
+        backend, timeout_s, seed: used only if `attach` initializes the group. Default backend:
+            LABKIT_BACKEND; else NCCL with gloo for CPU tensors if each rank has a GPU; else gloo.
         link: the network link to model from this rank to the other ranks.
 
     Raises ValueError if this rank has a different link, or the group uses a different backend.
@@ -76,7 +76,7 @@ def attach(
     """
     if _me is not None and (dist.is_initialized() or _me.control is not None):
         if link is not None and link != here.link:
-            raise ValueError(f"attach(link={link}): this rank already has {here.link}; omit link")
+            raise ValueError(f"attach(link={link}): this rank's link is {here.link}; omit link")
         return _me
     if not dist.is_initialized():
         _init_process_group(backend, timeout_s)
@@ -98,7 +98,7 @@ def attach(
 
 @contextmanager
 def on_paper(rank: int, size: int) -> Iterator[Rank]:
-    """Within the block, this process is rank `rank` of a world of `size`, without other processes.
+    """Within the block, this process is rank `rank` of `size` ranks, without other processes.
 
     Every operation is recorded and completes immediately, so one process can show what one rank of
     a thousand would send. The results of collectives are meaningless. Raises RuntimeError if this
@@ -108,13 +108,13 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
 
     global _me
     if dist.is_initialized():
-        raise RuntimeError("on_paper: this process is a rank already; use a separate process")
+        raise RuntimeError("on_paper: this process is already a rank; use a separate process")
     if not 0 <= rank < size:
         raise ValueError(
             f"on_paper: rank {rank} is not in a world of {ranks_in_words(size)}, 0 to {size - 1}"
         )
     before, worlds = _me, Dispatcher.worlds
-    Dispatcher.worlds = 0  # group names are always those of a first world
+    Dispatcher.worlds = 0  # use the group names of a process's first world
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _me = Rank(rank, size, torch.device("cpu"), "fake")
     try:
@@ -153,8 +153,8 @@ def leave() -> None:
 
 
 def use_loopback(override: bool = False) -> None:
-    """Restrict gloo and NCCL to the loopback interface. An interface already set in the environment
-    is kept, unless `override`."""
+    """Restrict gloo and NCCL to the loopback interface. An interface that is already set in the
+    environment is kept unless `override` is true."""
     if name := loopback():
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             if override or variable not in os.environ:

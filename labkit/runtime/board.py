@@ -2,10 +2,10 @@
 for other ranks and the driver to read.
 
 Ranks thus detect a mismatch without a message: the second rank to enter a collective sees that the
-first called a different collective under the same number, and raises instead of hanging (or
-reducing garbage). After a hang, the driver reads where each rank is. Notes do not count as traffic.
+first called a different collective with the same number, and raises an error instead of hanging or
+reducing garbage. After a hang, the driver reads where each rank is. Notes do not count as traffic.
 
-A page holds the latest operations, each in slot (stream + number) modulo SLOTS:
+A page contains notes on the latest operations, each in slot (stream + number) modulo SLOTS:
 
     | key 8 | since 8 | signature 4 | length 2 | state 1 | text ... |
 
@@ -14,9 +14,9 @@ and MARKS marks, one per stream (group or message direction): the highest number
     | number 4 | stream 4 |   (one word)
 
 Pages have no lock, so a reader must detect a half-written note. The writer clears the key first and
-sets it last; a reader drops a note if its key has changed meanwhile. State and time are updated
+sets it last; a reader drops a note if the key changed during the read. State and time are updated
 with one atomic store each (not by `struct.pack_into`, which writes zeros first). With more than
-`SLOTS` operations in flight, the oldest notes are overwritten, but `wait` rewrites its note.
+`SLOTS` operations in flight, the oldest notes are overwritten, but `wait` writes its note again.
 """
 
 import json
@@ -35,7 +35,7 @@ HEAD = struct.Struct("<QdIHB")
 SINCE, STATE = 8, 22  # byte offsets in HEAD
 MARK_BYTES = 8
 MARKS = 512
-SHARED = 2**32 - 1  # two streams share this mark: the highest number is unknown
+SHARED = 2**32 - 1  # two streams share this mark, so the highest number is unknown
 PAGE_BYTES = SLOTS * SLOT_BYTES + MARKS * MARK_BYTES
 MAX_TEXT_BYTES = 200  # for an operation's description, and for its source line
 MAX_RANKS = 256  # listed in a note
@@ -43,7 +43,7 @@ ALL_STATES = EMPTY, IN_FLIGHT, WAITED_FOR, ENDED, FAILED = range(5)
 
 
 class CollectiveMismatch(RuntimeError):
-    """Raised if ranks call different operations, or one operation with unequal shapes or dtypes."""
+    """Raised if ranks call different operations, or the same with different shapes or dtypes."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Note:
 
 
 class Board:
-    """Rank `rank`'s view of the board of `size` ranks in file `path`; the driver passes rank -1."""
+    """The board of `size` ranks in file `path`, as used by rank `rank`, or by the driver (-1)."""
 
     def __init__(self, path: Path, size: int, rank: int = -1):
         self.size, self.rank = size, rank
@@ -129,7 +129,7 @@ class Board:
         return sorted(notes, key=lambda note: note.since_s)
 
     def has_begun(self, rank: int, note: Note) -> bool:
-        """Whether `rank` has begun this or a later operation of the stream; True if unknown."""
+        """Whether `rank` has begun the operation or a later one of its stream; True if unknown."""
         stream, highest = divmod(self._words[self._mark_at(rank, note.stream) // 8], 2**32)
         return stream == SHARED or (stream == note.stream and highest >= note.seq)
 
@@ -164,7 +164,7 @@ class Board:
         self._words[slot // 8] = key
 
     def _set_state(self, key: int, state: int) -> bool:
-        """Set the note's state; False if its slot has been overwritten."""
+        """Set the note's state; return False if its slot has been overwritten."""
         slot = self._slot(self.rank, key)
         if self._words[slot // 8] != key:
             return False
@@ -202,7 +202,7 @@ class Board:
             "Every rank of a group must call the same collectives in the same order, with the "
             "same shapes and dtypes."
             if note.collective
-            else "A message must be received as it was sent: the same shape and dtype."
+            else "A message must be received with the shape and dtype that the sender used."
         )
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from labkit.runtime.output import running_ipython
 
 
 def run(source: str, filename: str, namespace: dict[str, Any]) -> Any:
-    """Run `source` in `namespace`; returns the value of a final expression, else None."""
+    """Run `source` in `namespace`; return the value of its final expression, if any, else None."""
     register_source(source, filename)
     tree = ast.parse(source, filename)
     last = tree.body[-1] if tree.body else None
@@ -52,7 +52,7 @@ def check(source: str, filename: str) -> None:
         compile(source, filename, "exec", dont_inherit=True)
     except SyntaxError as error:
         if (error.text or "").lstrip().startswith(("!", "%")):
-            error.add_note("Ranks run plain Python: IPython's ! and % commands do not work there.")
+            error.add_note("Ranks run plain Python: IPython's ! and % commands do not work.")
         if "'await'" in (error.msg or ""):
             error.add_note("On a rank, write asyncio.run(...) instead of a bare await.")
         raise
@@ -64,7 +64,7 @@ def register_source(source: str, filename: str) -> None:
 
 
 def with_titles(text: str) -> str:
-    """Replace cells' file names in `text` with the notebook's titles: 21.py becomes In[3]."""
+    """Replace the file names of cells in `text` with their labels: 21.py becomes In[3]."""
     compiler = getattr(running_ipython(), "compile", None)
     for file, number in getattr(compiler, "_filename_map", {}).items():
         text = text.replace(f'File "{file}"', f"Cell In[{number}]")

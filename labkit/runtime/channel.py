@@ -14,11 +14,11 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 PIECE = 1 << 20
-MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS: 103 per socket path
+MAX_FOLDER_BYTES = 93 if hasattr(socket, "AF_UNIX") else 1 << 20  # macOS: 103 bytes per socket path
 
 
 class Channel:
-    """One end of a message stream. Raises EOFError if the other end is gone."""
+    """One end of a message stream. Its methods raise EOFError if the other end is closed."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -37,7 +37,7 @@ class Channel:
             for part in parts:
                 self.sock.sendall(part)
         except OSError as error:
-            raise EOFError(f"the other end is gone: {error}") from None
+            raise EOFError(f"the other end is closed: {error}") from None
 
     def recv(self) -> Any:
         """Wait for the next message and return it."""
@@ -55,7 +55,7 @@ class Channel:
             except OSError:  # reset, or closed on this side
                 got = 0
             if got == 0:
-                raise EOFError("the other end is gone")
+                raise EOFError("the other end is closed")
             have += got
         return data
 
@@ -64,8 +64,8 @@ class Channel:
 
 
 def ready(ends: Sequence[Any], patience_s: float | None) -> list[Any]:
-    """Wait at most `patience_s` seconds for data; returns the `ends` (channels, sockets) that are
-    ready to read. An end closed on this side counts as ready: reading from it raises."""
+    """Wait at most `patience_s` seconds for data; return the `ends` (channels, sockets) that are
+    ready to read. An end closed on this side counts as ready: reading from it raises an error."""
     # Not `select`, which fails for file descriptors above 1,023.
     return [end for end in ends if end.fileno() < 0] or wait(ends, patience_s)
 

@@ -1,5 +1,5 @@
-"""Clocks write the time of a point in the program, in seconds of the machine's monotonic clock, to
-fields of spans and events: on the CPU immediately, on a GPU once its stream has passed the point.
+"""Clocks write the time at which the program passes a point to fields of spans and events, in
+seconds of the machine's monotonic clock. GPU times are written once the stream passes the point.
 """
 
 import threading
@@ -11,7 +11,7 @@ import torch
 
 
 class Clock:
-    """Host time, for work that the CPU finishes before it continues."""
+    """Host time, for work that ends before the CPU continues with the program."""
 
     def mark(self, record: Any, *fields: str, at: Any = None) -> None:
         """Write the time of this point, or `at` (from `end_of`), to `fields` of `record`."""
@@ -26,14 +26,14 @@ class Clock:
         self.mark(span, "ended_s")
 
     def end_of(self, work: Any) -> Any:
-        """The end of torch's `work`, for `mark`'s `at`: a list that will contain the time."""
+        """A list that will contain the time at which torch's `work` ends, for `mark`'s `at`."""
         moment: list[float] = []
         with suppress(RuntimeError):  # work without a future
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        """Write pending times, waiting at most `patience_s`; returns whether all are known."""
+        """Write pending times, waiting at most `patience_s`; return whether all times are known."""
         return True
 
 
@@ -45,8 +45,8 @@ HOST_CLOCK = HostClock()
 
 
 class StreamClock(Clock):
-    """GPU time: a CUDA event records when the stream passes a point, relative to a moment when host
-    and GPU were idle. Until a time is known, a begin field holds host time, an end field 0.0."""
+    """GPU time: a CUDA event records when the stream passes a point, relative to a moment at which
+    the GPU was idle. Until the time is known, begin fields contain host time and end fields 0.0."""
 
     def __init__(self) -> None:
         self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event
@@ -69,13 +69,13 @@ class StreamClock(Clock):
                 self._pending[id(record), field] = record, event
 
     def end_of(self, work: Any) -> Any:
-        """A CUDA event after `work`; work that is not on a stream would block the host here."""
+        """A CUDA event recorded after `work`. Work outside a stream would block the host here."""
         with torch.cuda.stream(self._side_stream):
             work.wait()
             return self._event_here()
 
     def settle(self, patience_s: float = 0.2) -> bool:
-        with self._lock, suppress(RuntimeError):  # after a CUDA error no time is known
+        with self._lock, suppress(RuntimeError):  # after a CUDA error, no time is known
             return self._settle(time.monotonic() + patience_s)
         return False
 

@@ -1,7 +1,7 @@
 """Detects hung ranks from the board.
 
-A wait cannot end if a rank that it depends on has returned, is not in the run, or is itself stuck
-(a cycle). The timeout limits all other waits.
+A wait cannot end if it depends on a rank that has returned, is not in the run, or is stuck in a
+cycle of waits. The timeout limits all other waits.
 """
 
 import os
@@ -41,9 +41,9 @@ class Verdict(NamedTuple):
 
 
 class Watch:
-    """Checks the board of a run for waits that cannot end or exceed the timeout."""
+    """Checks the board of a run for waits that cannot end or that exceed the timeout."""
 
-    settle_s = 0.25  # a verdict must hold this long: a rank may be between two operations
+    settle_s = 0.25  # a verdict must persist this long: a rank may be between two operations
     every_s = 0.04
 
     def __init__(self, board: Board, timeout_s: float, targets: Iterable[int]):
@@ -52,7 +52,7 @@ class Watch:
         self._suspect_since_s = self._checked_s = 0.0
 
     def check(self, running: set[int]) -> Verdict | None:
-        """The verdict once it has held for `settle_s`, else None; `running`: unfinished ranks."""
+        """The verdict once it has persisted for `settle_s`. `running`: the unfinished ranks."""
         now_s = time.monotonic()
         if now_s - self._checked_s < self.every_s:
             return None
@@ -73,7 +73,7 @@ class Watch:
             if now_s - note.since_s > self.timeout_s:
                 missing = self._missing(note)
                 peers = (
-                    f"{ranks_text(missing)}, which never called it"
+                    f"{ranks_text(missing)}, which never called the operation"
                     if missing
                     else "an operation that all its ranks have begun (is the link too slow?)"
                 )
@@ -92,11 +92,11 @@ class Watch:
             absent = [other for other in gone if other not in self.targets]
             if absent:
                 are = "is" if len(absent) == 1 else "are"
-                why = f"{are} not in this run, but {ranks_text([rank])} waits for them."
-                return Verdict(f"{ranks_text(absent)} {why}", tuple(absent))
+                why = f"waits for {ranks_text(absent)}, which {are} not in this run."
+                return Verdict(f"{ranks_text([rank])} {why}", tuple(absent))
             if gone:
-                why = f"returned without calling what {ranks_text([rank])} waits for."
-                return Verdict(f"{ranks_text(gone)} {why}", tuple(gone))
+                why = f"waits for {ranks_text(gone)}, which returned without calling the operation."
+                return Verdict(f"{ranks_text([rank])} {why}", tuple(gone))
         stuck = {rank for rank, missing in needs.items() if missing}
         while free := {rank for rank in stuck if not set(needs[rank]) <= stuck}:
             stuck -= free  # these ranks wait for a rank that can still arrive

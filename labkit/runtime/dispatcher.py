@@ -1,4 +1,4 @@
-"""Run a communicator's operations: number each, compare it on the board, record and start it."""
+"""Runs a communicator's operations; each is numbered, compared between ranks and recorded."""
 
 import hashlib
 import threading
@@ -26,14 +26,14 @@ from labkit.runtime.transports.transport import Call, Kind, Transport
 from labkit.runtime.transports.wire import PacedWire, Wire, Work, dereferenced
 
 Made = TypeVar("Made")
-OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # with complete messages
+OWN_ERRORS = CommError, CollectiveMismatch, NotImplementedError  # raised with complete messages
 BusBytes = Callable[[list[int], int], int]  # (chunk bytes per rank, rank) -> bytes
 
 
 class Dispatcher:
-    """The operation numbers and transports that all `Comm`s of one process group share."""
+    """The sequence numbers and transports that all `Comm`s of one process group share."""
 
-    worlds = 0  # default groups created so far in this process: torch names them all alike
+    worlds = 0  # default groups so far in this process: torch gives all of them the same name
 
     def __init__(self, group: Any):
         self._group = ref(group)
@@ -52,15 +52,15 @@ class Dispatcher:
         self._messages = defaultdict[tuple[int, int, int], Iterator[int]](partial(count, 1))
         self._transports: dict[tuple[torch.device, object], Transport] = {}
         self._shared: dict[tuple[tuple[int, ...], timedelta | None], Any] = {}  # reusable groups
-        self.users: WeakSet[object] = WeakSet()  # its Comms, and handles of operations in flight
-        self._subgroups: dict[Dispatcher, bool] = {}  # subgroup -> dropped by this rank
-        self.calls: deque[str] = deque(maxlen=1000)  # collectives not compared on a board
+        self.users: WeakSet[object] = WeakSet()  # the group's Comms, and handles in flight
+        self._subgroups: dict[Dispatcher, bool] = {}  # subgroup -> whether this rank dropped it
+        self.calls: deque[str] = deque(maxlen=1000)  # collectives called without a board
 
     @staticmethod
     def of(group: Any) -> "Dispatcher":
-        """The dispatcher of a process group, created at first use."""
+        """The dispatcher of a process group, created on first use."""
         with _making:
-            for made in (dist.group.WORLD, group):  # a subgroup's name includes its world
+            for made in (dist.group.WORLD, group):  # WORLD first: subgroup names contain its number
                 if made not in _dispatchers:
                     _dispatchers[made] = Dispatcher(made)
             return _dispatchers[group]
@@ -81,9 +81,9 @@ class Dispatcher:
         peer: int | None = None,
         alike: Sequence[torch.Tensor] | None = None,
     ) -> Handle | None:
-        """Run one collective: `start(transport, call)` returns its work. All ranks must pass the
-        same `nbytes`, which determines the algorithm, and the same shapes for `alike` (default:
-        `x`)."""
+        """Run one collective: `start(transport, call)` returns the work. All ranks must pass the
+        same `nbytes`, which determines the algorithm, and tensors of the same shapes in `alike`
+        (default: `x`)."""
         collective, kind = what.partition("(")[0], Kind(x.dtype, reduction)
         transport, name = self.transport(x).choose(collective, nbytes, kind, algorithm)
         seq = next(self._collectives)
@@ -143,9 +143,9 @@ class Dispatcher:
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch if `value()` differs between ranks."""
-        seq = next(self._collectives)  # also without a board, so that recorded numbers agree
+        seq = next(self._collectives)  # even without a board, so that recorded numbers agree
         if here.board is not None:
-            with here.carrying():  # not part of the program
+            with here.carrying():  # this is not part of the program
                 text = f"{what} {value()}"
             note = Note(self.name, self.ranks, seq, text, caller(), text)
             here.board.enter(note)
@@ -158,8 +158,8 @@ class Dispatcher:
         return self._make_collectively(what, lambda: transport.symmetric_empty(numel, like.dtype))
 
     def stage(self, x: torch.Tensor, finish: list[Callable[[], object]] | None) -> torch.Tensor:
-        """`x` as a flat contiguous tensor that the transport can access. If it is a copy and `x` is
-        an output (`finish` is given), append to `finish` a function that copies it back."""
+        """`x` as a flat contiguous tensor that the transport can access. If that is a copy and `x`
+        is an output (`finish` is not None), append to `finish` a function that copies it back."""
         check_tensor(x)
         if x.layout is not torch.strided:
             raise ValueError(f"a tensor of layout {x.layout} cannot be sent; pass x.to_dense()")
@@ -182,7 +182,7 @@ class Dispatcher:
         return copy
 
     def new_group(self, ranks: Sequence[int], shared: bool) -> Any:
-        """A group of these global ranks, created by all ranks together; reused if `shared`."""
+        """A group of these global ranks, created by all ranks together, or reused if `shared`."""
         key = tuple(ranks), self._timeout()
 
         def make() -> Any:
@@ -210,7 +210,7 @@ class Dispatcher:
                 dist.destroy_process_group(dereferenced(subgroup._group))
 
     def _make_collectively(self, what: str, make: Callable[[], Made]) -> Made:
-        """Call `make`, recorded on the board like a collective, as ranks may disagree or block."""
+        """Call `make`. The board records it like a collective: the ranks may disagree or block."""
         note = Note(self.name, self.ranks, next(self._collectives), what, caller(), what)
         if here.board:
             here.board.enter(note, WAITED_FOR)
@@ -291,8 +291,8 @@ class Dispatcher:
             return Nothing()
         if backend is None:
             raise ValueError(
-                f"group {self.name} cannot move {device} tensors: its backends are "
-                f"{self.backend_of}; move the tensor to their device"
+                f"group {self.name} cannot move {device} tensors: it has backends only for "
+                f"{', '.join(self.backend_of)}; move the tensor to one of these devices"
             )
         group = dereferenced(self._group)
         if here.link is not None:
@@ -312,5 +312,5 @@ _making = threading.Lock()
 
 
 def _flattened(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous `x` in one dimension of stride 1; `view(-1)` may keep one element's stride."""
+    """Contiguous `x` in one dimension of stride 1; for one element, `view(-1)` may differ."""
     return x if x.stride() == (1,) else x.as_strided((x.numel(),), (1,))

@@ -16,7 +16,7 @@ _OWN = tuple(str(Path(__file__).with_name(name)) for name in ("rank.py", "cells.
 
 
 class RankError(RuntimeError):
-    """Raised when a run fails on one or more ranks; the message says which, where and why.
+    """Raised when a run fails on one or more ranks; the message names the ranks and the cause.
 
     `kind`: "raised", "died", "stuck", "disagree", "unpicklable" or "interrupted";
     `ranks`: the ranks at fault, if known.
@@ -27,13 +27,13 @@ class RankError(RuntimeError):
         self.kind, self.ranks = kind, ranks
 
     def _render_traceback_(self) -> list[str]:
-        """The report for a notebook, without the driver's own frames."""
+        """The report for a notebook, without the driver's frames."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class RankInterrupt(RankError, KeyboardInterrupt):
-    """Raised when the user interrupts a run, which stops its ranks. It is a KeyboardInterrupt too,
-    so that a surrounding loop also stops."""
+    """Raised when the user interrupts a run; all ranks are then stopped. It is also a
+    KeyboardInterrupt, so that a surrounding loop stops, too."""
 
     def __init__(self, message: str):
         RankError.__init__(self, message, "interrupted")
@@ -41,7 +41,7 @@ class RankInterrupt(RankError, KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception of a rank as plain data, truncated to a readable length. The driver adds the
+    """A rank's exception as plain data, truncated to a readable length. The driver adds the
     source lines, since only the driver has the source of notebook cells."""
 
     type_name: str
@@ -50,7 +50,7 @@ class RemoteError:
     cause: "RemoteError | None" = None
     because: str = ""
     notes: list[str] = field(default_factory=list)
-    parts: list["RemoteError"] = field(default_factory=list)  # of an exception group
+    parts: list["RemoteError"] = field(default_factory=list)  # the exceptions of a group
 
     @staticmethod
     def of(error: BaseException, above: tuple[int, ...] = ()) -> "RemoteError":
@@ -116,7 +116,7 @@ def _text(error: BaseException) -> str:
 
 
 def _truncated(text: str) -> str:
-    text = "".join(text)  # a plain str: the driver may not know a subclass
+    text = "".join(text)  # a plain str: the driver may be unable to import a subclass
     if len(text) <= MAX_TEXT:
         return text
     half = MAX_TEXT // 2

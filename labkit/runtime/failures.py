@@ -1,5 +1,5 @@
-"""Collects the failures of a run, waits briefly for their cause, and reports that cause once rather
-than its consequences on other ranks.
+"""Collects the failures of a run, waits briefly for their cause, and reports that cause once,
+without its consequences on other ranks.
 """
 
 import signal
@@ -20,14 +20,14 @@ from labkit.runtime.pick import available_bytes
 from labkit.runtime.ranks import Ranks
 
 GRACE_S = 0.3  # from the first sign of failure to the report
-COMPUTING_S = 2.0  # the same, while the other ranks compute and may still answer
-UNREPORTED_S = 5.0  # until the server reports the end of a rank whose connection has closed
-HARMLESS = {"raised", "unpicklable"}  # these kinds alone leave no rank in mid-operation
+COMPUTING_S = 2.0  # the same, if the other ranks are computing and may still answer
+UNREPORTED_S = 5.0  # for the server to report the end of a rank whose connection has closed
+HARMLESS = {"raised", "unpicklable"}  # these alone leave no rank in the middle of an operation
 BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 
 class Failures:
-    """The failures of one run; their cause is known once `settled`."""
+    """The failures of one run; their cause is known once `settled()` returns True."""
 
     def __init__(self, ranks: Ranks, targets: Sequence[int]):
         self._ranks, self._targets = ranks, targets
@@ -77,7 +77,7 @@ class Failures:
             return UNREPORTED_S
         if failures.keys() == {"lost a peer"} and not self._stuck:
             return 5 * GRACE_S
-        board = self._ranks.board  # without a board, waits are not known
+        board = self._ranks.board  # without a board, waits are unknown
         waits = board is None or any(board.notes(rank, (WAITED_FOR,)) for rank in running)
         harmless = failures.keys() <= HARMLESS and not self._stuck and not waits
         return COMPUTING_S if harmless else GRACE_S
@@ -95,8 +95,8 @@ class Failures:
         return self._first_s is None
 
     def nothing_in_flight(self) -> bool:
-        """Whether all ranks have answered and completed all of their operations, so that the next
-        run finds the ranks in step."""
+        """Whether all ranks have answered and completed all of their operations, so that the
+        ranks are in step for the next run."""
         board = self._ranks.board
         if self.running or board is None or not set(self._failures) <= HARMLESS:
             return False
@@ -114,8 +114,8 @@ class Failures:
         text += (
             "\n(All ranks keep their variables for the next run.)"
             if kept
-            else f"\n({stopped} stopped; the next run starts new ranks. Their variables are gone: "
-            "rerun the cells that made them.)"
+            else f"\n({stopped} stopped; the next run starts new ranks. All variables on the ranks "
+            "are lost: rerun the cells that define them.)"
         )
         return RankError(cells.with_titles(text), kind, culprits)
 
@@ -130,7 +130,7 @@ class Failures:
         where = "\n".join(["\nWhere each rank was:", *lines]) if lines else ""
         match cause:
             case "server":
-                text = "the server that forks the ranks has died, and all ranks with it"
+                text = "the server that forks the ranks has died, and so have all ranks"
                 return "died", text, ()
             case "died":
                 deaths = [f"rank {rank} {self._death(end)}" for rank, end in failures.items()]
@@ -138,7 +138,7 @@ class Failures:
             case "cut off":
                 text = f"{ranks_text(culprits)} closed the connection to this process"
                 return "died", text + where, culprits
-            case "disagree":  # the last rank to raise saw all calls
+            case "disagree":  # the last error lists all calls
                 return "disagree", list(failures.values())[-1].message, ()
             case "unpicklable" | "raised":
                 return cause, _report(failures), culprits
@@ -159,7 +159,7 @@ class Failures:
         if _oom_kills() > self._oom_kills:
             return (
                 f"{end}. The system ran out of memory and killed it: use fewer ranks, a smaller "
-                "model or batch"
+                "model or a smaller batch"
             )
         return (
             f"{end} ({available_bytes() / 1e9:.1f} GB are free now). If no user killed it, the "

@@ -38,7 +38,7 @@ def begun() -> Begun:
 
 
 def in_step(ranks: Collection[Begun]) -> bool:
-    """Whether all ranks have groups and agree on their collectives, with no message outstanding."""
+    """Whether all ranks have begun equally many collectives, with no message outstanding."""
     outstanding: Counter[tuple[str, int, int]] = Counter()
     expected: dict[str, int] = {}
     for collectives, messages in ranks:

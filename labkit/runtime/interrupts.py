@@ -2,7 +2,7 @@
 
 An immediate interrupt could lose the process ids of ranks that have just started. While the driver
 starts ranks or communicates with them, interrupts are therefore only counted; `check_interrupt`,
-called many times a second, raises KeyboardInterrupt.
+which is called many times a second, then raises KeyboardInterrupt.
 """
 
 import signal

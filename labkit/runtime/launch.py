@@ -1,4 +1,4 @@
-"""Starts ranks: forked from a warm server, or spawned where the platform has no fork.
+"""Starts ranks: forks them from a warm server, or spawns them on platforms without fork.
 
 Each rank leads a new process group: an interrupt of the driver's group does not reach the rank, and
 processes that a rank has started (data loaders, shell commands) are killed when the rank ends.
@@ -22,7 +22,7 @@ from typing import Any
 from labkit.runtime.channel import Channel, ready
 from labkit.runtime.rank import Spec
 
-POLL_S = 0.05  # polling interval: another thread may receive the awaited message
+POLL_S = 0.05  # polling interval, because another thread may receive the awaited message
 KILL_PATIENCE_S = 5.0
 
 
@@ -45,8 +45,8 @@ class End:
 
 
 class ForkServer:
-    """The driver's side of `labkit.runtime.server`, one for all worlds and threads of a process. If
-    an interrupt cancels a request, the server kills the ranks that the request forked."""
+    """The driver's side of `labkit.runtime.server`, shared by all worlds and threads of a process.
+    If an interrupt cancels a request, the server kills the ranks that it forked for the request."""
 
     _only: "ForkServer | None" = None
     _choosing = threading.Lock()
@@ -88,7 +88,7 @@ class ForkServer:
             self._send("delete at end", folder)
 
     def start(self, specs: list[Spec], tick: Callable[[], None]) -> list[int]:
-        """Start these ranks and return their process ids; calls `tick` while waiting."""
+        """Start these ranks, calling `tick` while waiting, and return their process ids."""
         number = next(self._numbers)
         try:
             self._send("fork", (number, specs))
@@ -121,7 +121,7 @@ class ForkServer:
                 kind, body = self._channel.recv()
                 if kind == "forked":
                     number, pids, problem = body
-                    self.forget(pids)  # left by earlier processes with these ids
+                    self.forget(pids)  # remove entries of earlier processes with these ids
                     self._replies[number] = pids, problem
                 else:
                     pid, status, peak_bytes = body
@@ -143,7 +143,7 @@ class ForkServer:
         self.wait(pids, KILL_PATIENCE_S)
 
     def wait(self, pids: list[int], patience_s: float) -> bool:
-        """Wait for these ranks to end; returns False if any is alive after `patience_s` seconds."""
+        """Wait for these ranks to end; return False if any is alive after `patience_s` seconds."""
         deadline_s = time.monotonic() + patience_s
         with suppress(EOFError):
             while not self.ends().keys() >= set(pids):
@@ -170,7 +170,7 @@ class ForkServer:
 
 
 class Spawner:
-    """Starts ranks as new interpreters: slower, but possible on every platform."""
+    """Starts each rank as a new interpreter, which is slower but works on every platform."""
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -229,9 +229,9 @@ Starter = ForkServer | Spawner
 
 
 def starter(start: str | None = None) -> Starter:
-    """The starter for `start`: "fork" (where available), "spawn", or None for the default here."""
+    """The starter for `start`: "fork" (if available), "spawn", or None (the platform's default)."""
     if start not in (None, "fork", "spawn"):
-        raise ValueError(f'start={start!r}: choose "fork", "spawn" or None (the default here)')
+        raise ValueError(f'start={start!r}: choose "fork", "spawn" or None')
     if start == "spawn" or not hasattr(os, "fork"):
         return Spawner()
     return ForkServer.get()

@@ -1,7 +1,7 @@
 """Shows what the ranks print, live and labeled by rank, in the cell or terminal of the driver.
 
 A terminal shows lines in order of arrival. A notebook shows one output, redrawn during the run and
-grouped by rank at the end; there, very long output is truncated, as it would freeze the page.
+grouped by rank at the end; there, very long output is truncated because it would freeze the page.
 """
 
 import codecs
@@ -50,7 +50,7 @@ class RankOutput:
             sys.stdout.flush()
 
     def close(self) -> None:
-        """At the end of a run: finish open lines and group the kept output by rank."""
+        """Finish open lines and group the kept output by rank, at the end of a run."""
         for rank, line in enumerate(self._open):
             if _visible(line):
                 self.feed(rank, b"\n")
@@ -72,7 +72,7 @@ class _Display:
 
     def add(self, rank: int, line: str) -> None:
         if len(line) > MAX_LINE:
-            line = f"{line[:MAX_LINE]} ... ({len(line) - MAX_LINE:,} characters more)"
+            line = f"{line[:MAX_LINE]} ... ({len(line) - MAX_LINE:,} more characters)"
         first = self._first[rank]
         (first if len(first) < MAX_LINES // 2 else self._last[rank]).append(line)
         self._counts[rank] += 1
@@ -118,7 +118,7 @@ def _write(rank: int, line: str) -> None:
         text = f"\r\x1b[K{text}"
     try:
         sys.stdout.write(text)
-    except UnicodeEncodeError:  # the terminal cannot encode it
+    except UnicodeEncodeError:  # the terminal cannot encode the line
         encoding = sys.stdout.encoding or "ascii"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
 

@@ -23,7 +23,7 @@ class Unpicklable(TypeError):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A pickle, with its tensors' memory in separate buffers, not copied."""
+    """A pickle whose tensors stay in separate buffers and are not copied."""
 
     data: pickle.PickleBuffer
     buffers: list[pickle.PickleBuffer]
@@ -43,7 +43,7 @@ def dumps(value: Any, name: str) -> Parcel:
 
 
 def loads(parcel: Parcel, name: str) -> Any:
-    """Unpickle the value of a rank, called `name` in errors. Raises RuntimeError on failure."""
+    """Unpickle a value from a rank, called `name` in errors. Raises RuntimeError on failure."""
     try:
         return unpack(parcel)
     except Exception as error:
@@ -59,8 +59,8 @@ def unpack(parcel: Parcel) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles plain tensors by value: detached, on the CPU, limited to the elements in view
-    and, where possible, not copied. Code keeps its file name, which cloudpickle 3.1.3 drops."""
+    """Pickles plain tensors by value: detached, on the CPU, without the rest of their storage and,
+    if possible, without a copy. Code keeps its file name, which cloudpickle 3.1.3 drops."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, CodeType):
@@ -92,7 +92,7 @@ def _dumps(value: Any) -> Parcel:
 def _culprit(
     value: Any, path: str, error: Exception, depth: int, seen: set[int]
 ) -> tuple[str, Any, str]:
-    """Descend into the first part that cannot be pickled."""
+    """The innermost part that cannot be pickled: its path, the part, and the reason."""
     seen.add(id(value))
     for part_path, part in _parts(value, path) if depth else ():
         if id(part) in seen:
@@ -114,7 +114,7 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif hasattr(value, "__code__"):
         cells = value.__closure__ or ()
         for name, cell in zip(value.__code__.co_freevars, cells, strict=False):
-            with suppress(ValueError):  # not assigned yet
+            with suppress(ValueError):  # the variable is not assigned yet
                 yield f"variable {name!r} used in {path}", cell.cell_contents
         for name in value.__code__.co_names:
             if name in value.__globals__:

@@ -68,12 +68,12 @@ class LauncherStore:
             master_listen_fd=listener.detach(),
         )  # fmt: skip
         self.variables = {
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists: rank 0 opens none
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 uses this store and opens none
             "GLOO_SOCKET_IFNAME": loopback() or "lo",  # keep the ranks' sockets on this machine
         }
 
     def addresses(self, ranks: int, within_s: float = 30.0) -> dict[str, str]:
-        """Key -> address ("127.0.0.1:41234") per rank, once `ranks` ranks have registered.
+        """The ranks' addresses ("127.0.0.1:41234") by key, once `ranks` ranks have registered.
         Raises RuntimeError if that takes more than `within_s` seconds."""
         deadline_s = time.monotonic() + within_s
         while time.monotonic() < deadline_s:
@@ -83,7 +83,7 @@ class LauncherStore:
             time.sleep(0.05)
         raise RuntimeError(
             f"only {len(keys)} of {ranks} ranks joined the store within {within_s:g} s; check "
-            "that the others started, with this store's address and port"
+            "that the other ranks started and use this store's address and port"
         )
 
 

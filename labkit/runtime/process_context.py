@@ -19,7 +19,7 @@ from labkit.runtime.transports.link import Link, TwoLevel
 
 @dataclass
 class ProcessContext:
-    """`listeners` receive each event when it is issued; its later times are filled in afterward.
+    """`listeners` receive each event when it is issued; later times are filled in afterward.
     `carrying` creates a context that any thread enters to allocate memory for an operation. `clock`
     timestamps events. `shared` is the folder for the ranks' shared memory, if any."""
 
@@ -58,7 +58,7 @@ def listen_with(listener: Callable[[CommEvent], object]) -> Iterator[None]:
 
 
 _COMM = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("comm", "runtime"))
-_DYNAMO = str(Path(torch.__file__).parent / "_")  # frames in between, under torch.compile
+_DYNAMO = str(Path(torch.__file__).parent / "_")  # torch.compile's frames are in these files
 _LABKIT = str(Path(__file__).parent.parent) + os.sep
 
 

@@ -1,4 +1,4 @@
-"""A progress bar for the driver, for ranks (rank 0 draws it) and under torchrun."""
+"""A progress bar in the driver or on ranks (rank 0 draws it), also under torchrun."""
 
 import sys
 import time
@@ -58,7 +58,7 @@ def notice(text: str) -> Iterator[Callable[[], None]]:
 def _printed(
     items: Iterable[T], label: str, total: int | None, transient: bool = False
 ) -> Iterator[T]:
-    """A bar redrawn after a carriage return; `transient`: removed at the end."""
+    """A bar redrawn after a carriage return and, if `transient`, removed at the end."""
     began_s, drawn_s, count = time.monotonic(), 0.0, 0
     try:
         for count, item in enumerate(items, 1):

@@ -37,7 +37,7 @@ from labkit.trace.recording import OnRank
 
 HELLO = struct.Struct("<16sHB")  # the world's token, rank, stream
 CONTROL, OUTPUT = range(2)
-STARTUP_TIMEOUT_S = 60.0  # for all ranks to reach the process group, on a loaded machine too
+STARTUP_TIMEOUT_S = 60.0  # for all ranks to join the group, even on a loaded machine
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # NCCL cannot move CPU tensors
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 KEPT_BYTES, MAX_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
@@ -52,7 +52,7 @@ class Spec:
     address: Any
     token: bytes
     folder: str
-    shared: str  # the folder for shared memory; "" without it
+    shared: str  # the folder for shared memory, or "" if unused
     backend: str
     device: str
     threads: int
@@ -119,7 +119,7 @@ def _start_up(spec: Spec) -> Channel:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
         count_messages()
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
-        # A second more than the board's, whose report is clearer; a timedelta must be finite.
+        # Exceeds the board's timeout, because the board reports more; a timedelta must be finite.
         timeout_s = min(spec.timeout_s, 3e9) + 1
         dist.init_process_group(
             BACKENDS[spec.backend],
@@ -141,9 +141,9 @@ def _start_up(spec: Spec) -> Channel:
 
 def _keep_freed_memory() -> None:
     """Have glibc keep freed memory, unless MALLOC_* variables are set: see mallopt(3). By default,
-    glibc returns memory to the system whenever 128 KiB to some MiB are free at the top of the heap,
+    glibc returns memory to the system when 128 KiB to a few MiB are free at the top of the heap,
     and gets it back page by page. A training step on a CPU, which frees everything it allocates,
-    then spends about 5 % of its time, irregularly, on page faults."""
+    then spends about 5 % of its time on page faults, more in some steps than in others."""
     if not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
         if mallopt is not None:  # the allocator is glibc's
@@ -152,7 +152,7 @@ def _keep_freed_memory() -> None:
 
 
 def _redirect_output(sock: socket.socket) -> None:
-    """Send everything that this process prints, C code included, to the driver."""
+    """Send everything that this process prints, even from C code, to the driver."""
     if os.name == "posix":
         os.dup2(sock.fileno(), 1)
         os.dup2(sock.fileno(), 2)
@@ -163,7 +163,7 @@ def _redirect_output(sock: socket.socket) -> None:
 
 
 def _stream(fd: int) -> io.TextIOWrapper:
-    """An unbuffered text stream to `fd`, which stays open when a user closes the stream."""
+    """An unbuffered text stream to `fd`, which stays open if the user closes the stream."""
     raw = open(fd, "wb", 0, closefd=False)  # noqa: SIM115
     return io.TextIOWrapper(
         raw, "utf-8", errors="backslashreplace", line_buffering=True, write_through=True
@@ -215,7 +215,7 @@ def _serve(control: Channel) -> None:
             reply = (_failure_kind(error), RemoteError.of(error))
         _clean_up()
         if os.getpid() != process:
-            os._exit(0)  # a child that the function has forked
+            os._exit(0)  # this is a child process that the function has forked
         control.send(reply)
 
 
@@ -232,7 +232,7 @@ def _failure_kind(error: BaseException) -> str:
 
 
 def _raised_in_c(error: BaseException) -> bool:
-    """Whether C code raised the error, not a `raise` in Python."""
+    """Whether C code raised the error, rather than a `raise` statement in Python."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

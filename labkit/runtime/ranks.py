@@ -56,7 +56,7 @@ class Ranks:
                 self.shared = memory_folder(register, self.folder)
             if world.check:
                 self.board = Board.create(Path(self.folder) / "board", world.size)
-            with notice("starting ranks; the first time, importing torch takes seconds") as tick:
+            with notice("starting ranks; the first time, importing torch takes a while") as tick:
                 fits = len(os.fsencode(self.folder)) <= MAX_FOLDER_BYTES
                 self._spawn(world, self.folder if fits else new_folder(register, "/tmp"), tick)
         except BaseException:
@@ -114,7 +114,7 @@ class Ranks:
             raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
-        """The ranks' answers within `patience_s` seconds; printed text goes to `output`."""
+        """The ranks' answers within `patience_s` seconds; printed text is passed to `output`."""
         sources: dict[Any, int] = {}
         for rank in range(self.size):
             for end in (self.controls[rank], self.outputs[rank]):
@@ -147,7 +147,7 @@ class Ranks:
         return len(begun) == self.size and in_step(begun.values())
 
     def drain(self, output: RankOutput) -> None:
-        """Read the output so far and stop, as threads on the ranks may keep printing."""
+        """Read the output so far, without waiting for threads on the ranks that keep printing."""
         for rank, sock in enumerate(self.outputs):
             left_bytes = MAX_BUFFERED_BYTES
             while left_bytes > 0 and sock.fileno() >= 0 and ready([sock], 0):
@@ -162,10 +162,10 @@ class Ranks:
         return len(data)
 
     def stop(self, kill: bool) -> None:
-        """End the processes, gracefully unless `kill`; close their sockets and remove folders."""
+        """End the processes, gracefully unless `kill`; close the sockets and remove the folders."""
         if os.getpid() != self.owner:
             return
-        with Interrupts(math.inf):  # never half done; takes seconds at most
+        with Interrupts(math.inf):  # must not be left half done; takes a few seconds at most
             if not kill:
                 for channel in self.controls:
                     with suppress(EOFError):

@@ -2,8 +2,8 @@
 
 A forked rank imports nothing and shares the server's memory: it starts within tens of milliseconds
 and needs a fifth of a spawned rank's memory. Imports that are slow and not always needed wait until
-the server is idle; in a notebook, which starts the server early, they precede the first ranks.
-The server never touches CUDA, which does not survive a fork. When the driver's end of the socket
+the server is idle; in a notebook, which starts the server early, they run before the first ranks.
+The server never uses CUDA, which does not survive a fork. When the driver's end of the socket
 closes, for whatever reason, the server kills its ranks, removes their folders and exits.
 """
 
@@ -35,7 +35,7 @@ def main(fd: int, early: bool = False) -> None:
         end.setblocking(False)
     signal.set_wakeup_fd(bell.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    children: dict[int, int] = {}  # process id -> number of the request
+    children: dict[int, int] = {}  # process id -> request number
     folders: set[str] = set()
     importer = threading.Thread(target=_import_slow_modules)
     _import_modules()
@@ -91,7 +91,7 @@ def _import_modules() -> None:
 
 
 def _import_slow_modules() -> None:
-    """Import the module that the first optimizer needs: it takes longer than all other imports."""
+    """Import the module that the first optimizer needs; this takes longer than all others."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()

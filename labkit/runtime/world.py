@@ -5,7 +5,7 @@
     world.run(fn) ── cloudpickle ───────────> fn() on each   output is shown immediately
               <── one value per rank ────────
     an exception ───────────────────────────> ranks live on if all have answered and nothing is
-                                              in flight; else all ranks die, and the next run
+                                              in flight; else all are killed, and the next run
                                               starts new ranks
 
 Ranks are never repaired: a failed rank may have left its peers in the middle of a collective. New
@@ -40,18 +40,18 @@ class World:
 
     Args:
         size: number of ranks.
-        backend, device: "gloo" or "nccl", "cpu" or "cuda". Default: NCCL with one GPU per rank and
-            no link; else gloo, on GPUs if there are any. `backend="gloo"` alone selects the CPU.
-            `world.picked` states the choice and the reason.
+        backend, device: "gloo" or "nccl", "cpu" or "cuda". `backend="gloo"` alone selects the CPU.
+            Default: LABKIT_BACKEND and LABKIT_DEVICE; else NCCL if each rank has a GPU and there is
+            no link; else gloo, on GPUs if any. `world.picked` states the choice and the reason.
         threads: torch threads per rank.
         timeout_s: seconds that a rank may wait for other ranks before the run fails.
-        link: the network link to model, for a slow network on one machine; `TwoLevel`: a cluster.
+        link: the link to model, to simulate a slow network; `TwoLevel`: the links of a cluster.
         seed: for torch, numpy and Python, the same on every rank.
-        check: compare the ranks' calls, at about 15 microseconds per call. False for benchmarks.
-        start: "fork" or "spawn"; default: fork where available.
+        check: compare the ranks' calls (15 microseconds per call); choose False for benchmarks.
+        start: "fork" or "spawn"; default: fork if available.
         transport: "shm" (CPU tensors through memory that the ranks share) or "gloo" (messages).
             Default: gloo with a link; else LABKIT_TRANSPORT; else gloo if `backend` names it or
-            the ranks use GPUs; else shm where available.
+            the ranks use GPUs; else shm if available.
 
     Raises TypeError or ValueError for invalid arguments, RuntimeError inside a rank, and RankError
     if the ranks do not start.
@@ -179,7 +179,7 @@ class World:
     ) -> None:
         self.close()
 
-    # --- inside -------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------
 
     def _ranks(self) -> Ranks:
         if self._closed:
@@ -190,8 +190,8 @@ class World:
                 self._alive = Ranks(self)
         if self._alive.owner != os.getpid():
             raise RuntimeError(
-                f"this world belongs to process {self._alive.owner}, and this one is a fork of "
-                "it; create a World here"
+                f"this process is a fork of process {self._alive.owner}, which owns this world; "
+                "create a World here"
             )
         return self._alive
 
@@ -224,7 +224,7 @@ class World:
         return about | {"table": self._table} | ({"link": asdict(self.link)} if self.link else {})
 
     def _listen(self, message: tuple[str, Any], targets: list[int]) -> dict[int, pickling.Parcel]:
-        """Send `message` and collect all answers; kill the ranks if interrupted or out of step."""
+        """Send `message` and collect all answers; kill the ranks if they may be out of step."""
         ranks = self._ranks()
         output = RankOutput(self.size)
         failures = Failures(ranks, targets)

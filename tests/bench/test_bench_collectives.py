@@ -222,9 +222,9 @@ def changed(**rows: Any) -> str:
     (changed(source=3), "its source is missing"),
     (changed(reduce={}), "reduce is missing"),
     (changed(reduce={"two": []}), "reduce must map numbers of ranks to lists of rows"),
-    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row needs from_bytes"),
-    (changed(reduce={"2": []}), "one of them 0"),
-    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "one of them 0"),
+    (changed(reduce={"2": [{"from": 0}]}), "reduce on 2 ranks: a row needs `from_bytes`"),
+    (changed(reduce={"2": []}), "and one must be 0"),
+    (changed(reduce={"2": [{"from_bytes": 1, "algorithm": "tree"}]}), "and one must be 0"),
     (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "ring", "otherwise": "tree"}]}),
      "no algorithm 'ring'"),
     (changed(reduce={"2": [{"from_bytes": 0, "algorithm": "tree", "otherwise": "ring"}]}),
@@ -267,7 +267,7 @@ def test_a_custom_table_is_used_and_noted(tmp_path: Path, monkeypatch: pytest.Mo
             said = world.run(traffic)
     for name, explained in said:
         assert name == "naive"
-        assert f"The table: {path} (LABKIT_TABLE): measured here" in explained
+        assert f"Source of the table: {path} (LABKIT_TABLE): measured here" in explained
     note = read_run(tmp_path / "run").about["table"]
     assert note == trace.about["table"]
     assert (note["file"], note["source"]) == (str(path), "measured here")

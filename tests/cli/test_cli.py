@@ -105,7 +105,7 @@ def test_schedule_prints_and_draws(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "stage 0  F0 F1 .. B0 .. B1\nstage 1  .. F0 B0 F1 B1\n" in done.output
     assert "A step takes the time of 9 forwards; its bubble is 33.3%" in done.output
-    assert "on each stage: 2, 1." in done.output
+    assert "per stage: 2, 1." in done.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = command("schedule interleaved")
     assert "F0.1" in shown and "its bubble is 15.8%" in shown and "5.5, 4.5, 3.5, 2.5" in shown
@@ -248,9 +248,9 @@ def test_the_help_lists_the_commands_in_the_order_of_their_use() -> None:
 
 @cases(
     ("bench collectives", ["Smallest size in bytes", "2,3,4 with --fit"]),
-    ("plan", ["Rows of a micro-batch; default: powers of two",
+    ("plan", ["Rows per micro-batch; default: powers of two",
               "Chunks per stage; default: powers of two", "GB (1e9 bytes)",
-              "with memory by category", "Recompute blocks in backward", "for --cluster",
+              "memory by category", "Recompute blocks in backward", "for --cluster",
               "Tokens per row"]),
     ("replay", ["Keep measured compute times; take only the links", "of one cluster for Perfetto",
                 "--cluster` writes"]),

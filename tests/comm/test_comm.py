@@ -522,7 +522,7 @@ def test_ranks_that_disagree_are_named(world2: World, what: str) -> None:
 
 
 def test_a_rank_missing_from_a_subgroup_call_is_named(world2: World) -> None:
-    words = "rank 1 returned without calling what rank 0 waits for"
+    words = "rank 0 waits for rank 1, which returned without calling the operation"
     raises(words, world2.run, lambda: Comm().rank or Comm().subgroup([0, 1]), error=RankError)
 
 

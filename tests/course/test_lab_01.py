@@ -30,7 +30,7 @@ def program(name: str) -> tuple[Callable[[Any], Any], int]:
 
 SAYS = {
     "skips": """
-        rank 1 returned without calling what rank 0 waits for
+        rank 0 waits for rank 1, which returned without calling the operation
         Where each rank was:
         rank 0: waits in all_reduce(sum) float32 [8]
         1 of group default, at +3
@@ -48,7 +48,7 @@ SAYS = {
         rank 0: all_reduce(sum) float32 [4]  at +2
         rank 1: all_reduce(sum) int32 [4]  at +2""",
     "sends_to_nobody": """
-        rank 2 returned without calling what rank 0 waits for
+        rank 0 waits for rank 2, which returned without calling the operation
         Where each rank was:
         rank 0: waits in send(to 2) float32 [4]
         group default 0->2 tag 0, at +2

@@ -33,7 +33,7 @@ def test_default_text_is_the_documentation_of_python(text: Text) -> None:
     assert 'The "for" statement' in content
     assert torch.equal(text.encode(content), text.ids.long())
     assert text.ids.min() >= 0 and text.ids.max() < text.vocab
-    assert text.vocab == (256 if len(text) > len(content) else 1024)
+    assert text.vocab == (256 if len(text) == len(content) else 1024)
 
 
 def test_pieces_are_fewer_than_bytes_also_of_small_texts_and_long_lines(tmp_path: Path) -> None:

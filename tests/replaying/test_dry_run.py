@@ -181,7 +181,7 @@ def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> N
     replays = [replay(trace, cluster("selene")) for trace in (first, second)]
     assert replays[0] == replays[1], "to the last digit"
     with World(1) as world:
-        raises("a rank already", world.run, lambda: dry_run(train, ranks=4), error=RankError)
+        raises("already a rank", world.run, lambda: dry_run(train, ranks=4), error=RankError)
 
 
 def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:

@@ -76,7 +76,7 @@ def test_messages_are_compared_between_their_two_ends_only(pages: list[Board]) -
     other = Note("default 2->1 tag 0", (2, 1), 1, "send(to 1) int64 [9]", "", "int64 [9]", False)
     pages[0].enter(send)
     pages[2].enter(other)
-    refused(pages[1], receive, "must be received as it was sent")
+    refused(pages[1], receive, "must be received with the shape and dtype")
 
 
 def test_groups_that_meet_in_a_slot_do_no_harm(pages: list[Board]) -> None:

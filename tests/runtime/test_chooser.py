@@ -55,11 +55,11 @@ def test_a_call_overrules_the_environment_and_the_table(monkeypatch: pytest.Monk
     assert chooser.choose("all_reduce", 5) == "ring"
     assert chooser.choose("all_reduce", 5, asked="naive") == "naive"
     assert chooser.choose("reduce", 5) == "flat"
-    assert "LABKIT_ALGO asks for it" in str(chooser.explain("all_reduce", 5))
-    assert "the call asks for it" in str(chooser.explain("all_reduce", 5, asked="naive"))
+    assert "LABKIT_ALGO requests it" in str(chooser.explain("all_reduce", 5))
+    assert "the call requests it" in str(chooser.explain("all_reduce", 5, asked="naive"))
     three = Chooser(3, table=TABLE)  # cannot use the algorithm in LABKIT_ALGO
     assert three.choose("all_gather", 5) == "bruck"
-    assert "LABKIT_ALGO asks for recursive_doubling, but" in three.explain("all_gather", 5).why
+    assert "LABKIT_ALGO requests recursive_doubling, but" in three.explain("all_gather", 5).why
 
 
 @cases(
@@ -91,9 +91,9 @@ def test_the_explanation_has_the_threshold_and_the_source_of_the_table() -> None
     chooser = Chooser(4, table=TABLE)
     assert str(chooser.explain("all_reduce", 500, gloo_can=True)) == (
         "all_reduce by double_tree: 500 bytes on 4 ranks; the table says double_tree "
-        "from 100 to 999. The table: made up"
+        "from 100 to 999. Source of the table: made up"
     )
-    assert "says gloo from 1000 bytes on. The" in str(chooser.explain("all_reduce", 5000, True))
+    assert "says gloo from 1000 bytes on. Source" in str(chooser.explain("all_reduce", 5000, True))
     said = str(chooser.explain("all_reduce", 5000, gloo_can=False))
     assert said.startswith("all_reduce by ring") and "not available here, so ring is used" in said
     for collective in ALGORITHMS:  # it says what is done, always

@@ -108,7 +108,7 @@ def test_the_end_of_a_script_closes_its_world_and_that_of_a_fork_does_not(tmp_pa
     """
     with driver(script, tmp_path) as running:
         assert running.hear() == "[2, 2]"
-        assert "belongs to process" in running.hear()
+        assert "is a fork of process" in running.hear()
         pids = running.hear_pids()
         assert running.rest() == "" and running.process.returncode == 0
         assert gone(pids) and not running.leftovers(), "though nobody closed the world"

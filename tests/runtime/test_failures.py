@@ -487,7 +487,7 @@ def test_a_rank_that_returns_early_is_named_at_once(world: World) -> None:
             Comm().all_reduce(torch.ones(3, 5))  # nobody comes from 2
 
     text = quick_failure(world, leave_early, kind="stuck", ranks=(2,))
-    assert text.startswith("rank 2 returned without calling what rank 0 waits for.")
+    assert text.startswith("rank 0 waits for rank 2, which returned without calling the operation.")
     assert "rank 2: has returned" in text
     where = f"test_failures.py:{line_of('nobody comes from 2')} in leave_early"
     assert "rank 0: waits in all_reduce(sum) float32 [3, 5], collective " in text
@@ -506,7 +506,7 @@ def test_a_circle_of_ranks_is_reported_at_once(world: World) -> None:
 
 
 def test_waiting_for_a_rank_outside_the_run_is_reported(world: World) -> None:
-    words = ("rank 3 is not in this run, but rank 0 waits", "rank 3: is not in this run")
+    words = ("rank 0 waits for rank 3, which is not in this run.", "rank 3: is not in this run")
     raises(words, world.run_on, [0, 1, 2], sum_of_ones, error=RankError)
     assert_works(world)
 
@@ -530,7 +530,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(hasty: World, depth: i
         Comm().barrier()
 
     text = failure(hasty, never_arrive, kind="stuck", ranks=(1,))
-    assert "waited 2 s for rank 1, which never called it" in text
+    assert "waited 2 s for rank 1, which never called the operation" in text
     line = f"test_failures.py:{line_of('the bottom')} in sink"
     assert f"rank 1: is in no Comm operation; it is at {line}" in text
     assert "rank 0: waits in barrier" in text and "rank 2: waits in barrier" in text

@@ -77,7 +77,7 @@ def test_what_python_does_not_compile_never_reaches_a_rank(world: World, source:
     assert error.lineno == 1 + len(source.splitlines())
     if source in ("x =", "!ls"):  # what the parser refuses; the rest has no text in Python
         assert error.text is not None and error.text.strip() == source
-    for text, note in (("await", "asyncio.run"), ("!ls", "do not work there")):
+    for text, note in (("await", "asyncio.run"), ("!ls", "commands do not work")):
         assert text not in source or note in error.__notes__[0]
     assert remembers(world)
 
@@ -112,7 +112,7 @@ def test_a_functions_exception_keeps_the_ranks_too(fail: Any, says: str, world: 
 )
 def test_an_operation_in_flight_costs_the_variables_and_says_so(world: World, source: str) -> None:
     remember(world)
-    assert KEPT not in str(mistake(world, source, "Their variables are gone"))
+    assert KEPT not in str(mistake(world, source, "All variables on the ranks are lost"))
     assert not remembers(world)
 
 
@@ -139,7 +139,7 @@ def test_an_unreceived_message_is_in_flight(world: World) -> None:
 def test_without_the_board_ranks_are_stopped_after_an_exception() -> None:
     with World(2, check=False) as world:
         remember(world)
-        mistake(world, "undefined_name", "Their variables are gone")
+        mistake(world, "undefined_name", "All variables on the ranks are lost")
         assert not remembers(world)
 
 

@@ -73,7 +73,7 @@ def test_a_first_start_says_what_it_does_until_it_is_over(kernel: Kernel) -> Non
     kernel.run(NEW_SERVER)
     kernel.run("import sys; sys.modules['labkit.runtime.progress'].NOTICE_S = 0.1")
     shown = text_of(kernel.run("with World(2): pass"), "stdout")
-    assert "\rstarting ranks" in shown and "importing torch takes seconds" in shown
+    assert "\rstarting ranks" in shown and "importing torch takes a while" in shown
     last_line = shown.split("\r")[-1].strip()
     assert last_line.startswith("2 ranks, gloo"), "the notice has disappeared"
 

@@ -67,7 +67,7 @@ def test_an_algorithm_with_a_name_is_one_of_messages() -> None:
     said = str(comm.explain("broadcast", 8))
     assert said.startswith("broadcast by slots: the ranks share memory. Over gloo it would be")
     said = str(comm.explain("broadcast", 8, "chain"))
-    assert said == "broadcast by chain: the call asks for it"
+    assert said == "broadcast by chain: the call requests it"
 
 
 @pytest.mark.slow

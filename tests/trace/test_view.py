@@ -72,10 +72,10 @@ def test_the_numbers_of_the_table() -> None:
     trace = sample_trace(4, steps=4, detail_step=2)
     rows = shown(trace)
     params = 134912  # of the sample's GPT; an all-reduce of S bytes sends 2 (n-1)/n S
-    assert rows["all_reduce"] == f"{4 * params * 1.5 / 1e3:.1f} kB a step, in 3 calls"
-    assert rows["send"] == "768 bytes a step, in 0.75 calls"
+    assert rows["all_reduce"] == f"{4 * params * 1.5 / 1e3:.1f} kB per step, in 3 calls"
+    assert rows["send"] == "768 bytes per step, in 0.75 calls"
     assert rows["ranks"] == "4" and rows["steps"] == "4, in detail: step 2"
-    assert rows["loss"] == "5.5150 -> 4.7650, mean of the ranks"
+    assert rows["loss"] == "5.5150 -> 4.7650, mean over ranks"
     assert rows["optimizer"] == "0.40 ms, most on rank 3: 0.44 ms"  # it is a tenth slower
     waits = [x.wait_ended_s - x.wait_began_s for x in trace.ranks[0].comms if x.step == 1]
     assert re.fullmatch(r"[\d.]+ ms, most on rank \d: [\d.]+ ms", rows["waiting"])

@@ -1,7 +1,7 @@
-"""Choose an operation's algorithm by its size in bytes and the number of ranks, from a stored
+"""Choose a collective's algorithm by the size in bytes and the number of ranks, from a stored
 table, so that results and byte counts are the same in every run.
 
-The table (table.json) was measured once; its `source` says how. Overrides, the first match wins:
+The table (table.json) was measured once; its `source` says how. Overrides, in order of priority:
 
     comm.all_reduce(x, algorithm="tree")                      for one call
     LABKIT_ALGO="all_reduce:tree,broadcast:chain"             for a process; read at the first use
@@ -9,7 +9,7 @@ The table (table.json) was measured once; its `source` says how. Overrides, the 
     LABKIT_TABLE="my/table.json"                              a table for your own link, written by
                                                               labkit bench collectives --fit
 
-All ranks must choose alike. `comm.explain("all_reduce", nbytes)` reports the choice and the reason.
+All ranks must choose the same algorithm. `comm.explain("all_reduce", nbytes)` explains a choice.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from labkit.events import ranks_in_words
 from labkit.foreign import brief, read_file
 
 VARIABLE, TABLE_VARIABLE = "LABKIT_ALGO", "LABKIT_TABLE"
-GLOO = "gloo"  # the backend's own all-reduce, listed in the table with our algorithms
+GLOO = "gloo"  # the backend's own all-reduce, listed in the table with labkit's algorithms
 TABLE = Path(__file__).parent / "table.json"
 
 
@@ -46,7 +46,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """Use `algorithm` from `from_bytes` on, or `otherwise` where `algorithm` cannot be used."""
+    """Use `algorithm` from `from_bytes` on, or `otherwise` if `algorithm` cannot be used."""
 
     from_bytes: int
     algorithm: str
@@ -54,7 +54,7 @@ class Row:
 
 
 class Chooser:
-    """Chooses for `size` ranks. Raises ValueError for invalid LABKIT_ALGO or LABKIT_TABLE."""
+    """Chooses algorithms for `size` ranks. Raises ValueError if a variable's value is invalid."""
 
     def __init__(self, size: int, table: Mapping[str, Any] | None = None):
         self._size = size
@@ -63,8 +63,8 @@ class Chooser:
         self.forced = overrides(os.environ.get(VARIABLE, ""))
 
     def choose(self, collective: str, nbytes: int, gloo_can: bool = False, asked: str = "") -> str:
-        """The algorithm's name for `nbytes` (all chunks together). `gloo_can`: gloo's all-reduce
-        supports this dtype and reduction. Raises ValueError if `asked` cannot be used."""
+        """The algorithm's name for `nbytes` (all chunks together). `gloo_can`: whether gloo's
+        all-reduce supports the dtype and reduction. Raises ValueError if `asked` is unusable."""
         if asked:
             if problem := self._problem(collective, asked, gloo_can):
                 raise ValueError(problem)
@@ -85,9 +85,9 @@ class Chooser:
             )
         name, forced = self.choose(collective, nbytes, gloo_can, asked), self.forced.get(collective)
         if asked:
-            return Choice(collective, name, "the call asks for it")
+            return Choice(collective, name, "the call requests it")
         if name == forced:
-            return Choice(collective, name, f"{VARIABLE} asks for it")
+            return Choice(collective, name, f"{VARIABLE} requests it")
         row, rows = self._row(collective, nbytes), self._rows[collective]
         above = min((r.from_bytes for r in rows if r.from_bytes > row.from_bytes), default=0)
         why = f"{nbytes} bytes on {ranks_in_words(self._size)}; the table says {row.algorithm}"
@@ -97,8 +97,8 @@ class Chooser:
             why += f", which is not available here, so {name} is used"
         if forced is not None:
             problem = self._problem(collective, forced, gloo_can)
-            why += f" ({VARIABLE} asks for {forced}, but {problem})"
-        return Choice(collective, name, f"{why}. The table: {self._table['source']}")
+            why += f" ({VARIABLE} requests {forced}, but {problem})"
+        return Choice(collective, name, f"{why}. Source of the table: {self._table['source']}")
 
     def _row(self, collective: str, nbytes: int) -> Row:
         for row in self._rows[collective]:
@@ -223,14 +223,14 @@ def _problem_of(table: Any) -> str:
 
 
 def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
-    """The first problem found in `rows`; `served`: the rank counts that use these rows."""
+    """The first problem found in `rows`. `served`: the numbers of ranks that use these rows."""
     try:
         table_rows = [Row(**row) for row in rows]
     except TypeError:
-        return "a row needs from_bytes, algorithm and, where that cannot be used, otherwise"
+        return "a row needs `from_bytes` and `algorithm`; a fallback, `otherwise`, is optional"
     begins = [row.from_bytes for row in table_rows]
     if 0 not in begins or not all(type(begin) is int and begin >= 0 for begin in begins):
-        return "from_bytes must be whole numbers of bytes, one of them 0"
+        return "from_bytes must be whole numbers of bytes, and one must be 0"
     limited = set(EQUAL_SIZES_ONLY)
     if any(n & (n - 1) for n in served):
         limited |= POWERS_OF_TWO_ONLY
@@ -239,5 +239,5 @@ def _problem_of_rows(collective: str, rows: list[Any], served: range) -> str:
         check_name(collective, row.algorithm)
         check_name(collective, last)
         if last == GLOO or (collective, last) in limited:
-            return f"{last} cannot run every call; name an algorithm that can in `otherwise`"
+            return f"{last} cannot run every call; name in `otherwise` an algorithm that can"
     return ""

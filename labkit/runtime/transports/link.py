@@ -38,7 +38,7 @@ class Link:
         return self
 
     def level(self, one: int, other: int) -> str:
-        """The level of the link between two ranks: here unnamed, as there is only one level."""
+        """The level of the link between two ranks: here unnamed, because there is one level."""
         return ""
 
 

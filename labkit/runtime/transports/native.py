@@ -14,7 +14,7 @@ from labkit.runtime.transports.wire import LaneWork, Work, dereferenced
 
 
 class Native(Transport):
-    """Backends' own collectives: NCCL's, and gloo's all-reduce. Events report bytes by formula."""
+    """A backend's own collectives: NCCL's, and gloo's all-reduce. Events count bytes by formula."""
 
     def __init__(self, group: Any, backend: str):
         self._group = ref(group)
@@ -26,13 +26,13 @@ class Native(Transport):
         if asked not in ("", self.name):
             raise ValueError(
                 f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, or by "
-                "NCCL_ALGO; leave `algorithm` out, or use a gloo group"
+                "NCCL_ALGO; omit `algorithm`, or use a gloo group"
             )
         return self, self.name
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
         _, name = self.choose(collective, nbytes, x, asked)
-        return Choice(collective, name, f"{name} chooses by its own table")
+        return Choice(collective, name, f"{name} chooses the algorithm itself")
 
     @property
     def group(self) -> Any:
@@ -66,7 +66,7 @@ class Native(Transport):
         except RuntimeError as error:
             if "does not support alltoall" not in str(error):
                 raise
-        # gloo of torch 2.11 has no all-to-all of lists, only one of flat buffers.
+        # In torch 2.11, gloo has no all-to-all for lists, only for flat buffers.
         sizes = [[x.numel() for x in chunks] for chunks in (outs, ins)]
         flat = torch.empty(sum(sizes[0]), dtype=outs[0].dtype, device=outs[0].device)
         joined = torch.cat([x.flatten() for x in ins])
@@ -100,7 +100,7 @@ class Native(Transport):
 
 
 class All:
-    """Multiple works as one, without a byte count: events report bytes by formula."""
+    """Several works as one, without a byte count: events count bytes by formula."""
 
     def __init__(self, works: Sequence[Any]):
         self._works = works

@@ -3,11 +3,11 @@
     SendReceive   the readable algorithms over messages (gloo, or any backend with a modeled
                   `Link`); without a link, also gloo's own all-reduce for fp32 and fp64
     Native        the backend's own collectives: NCCL (native.py)
-    Nothing       a fake process group: events are recorded, nothing moves
+    Nothing       a fake process group: events are recorded, but no data moves
     Shared        memory that the ranks of one machine share (shm)
 
 gloo's other collectives are not used: its reduce-scatter runs an all-reduce, which moves twice the
-bytes, and several dtypes are unsupported. gloo's all-reduce is a ring like ours, with equal bytes.
+bytes, and several dtypes are unsupported. gloo's all-reduce is a ring and sends equal bytes.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ GLOO_DTYPES = (torch.float32, torch.float64)
 
 class SendReceive(Transport):
     """The algorithms of `labkit.comm.collectives`; asynchronous calls run on a lane. The work's
-    `wait` returns the bytes this rank sent. `gloo`, if given, runs gloo's own all-reduce."""
+    `wait` returns the bytes that this rank sent. `gloo`, if any, runs gloo's own all-reduce."""
 
     name = "gloo"
 

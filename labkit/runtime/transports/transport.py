@@ -25,18 +25,18 @@ class Call(NamedTuple):
     algorithm: str
 
 
-Chosen = tuple["Transport", str]  # with the algorithm's name
+Chosen = tuple["Transport", str]  # a transport and the algorithm's name
 
 
 class Transport(Protocol):
     """Runs the operations of one group. Tensors are flat and contiguous, roots are ranks in the
-    group, and `chunks` holds n tensors, chunk i for rank i."""
+    group, and `chunks` contains n tensors, chunk i for rank i."""
 
     name: str = ""  # for `CommEvent.transport`
     forced: Mapping[str, str] = {}  # collective -> algorithm from LABKIT_ALGO
 
     def explain(self, collective: str, nbytes: int, x: Kind, asked: str) -> Choice:
-        """The algorithm for an operation of `nbytes` in total, and why."""
+        """The algorithm for an operation of `nbytes` in total, and the reason."""
 
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         """The operation's transport and algorithm. Raises ValueError if `asked` cannot be used."""

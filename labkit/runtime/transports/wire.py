@@ -69,7 +69,7 @@ class PacedWire(Wire):
 
 
 class Outgoing:
-    """A modeled link out of this process: messages of all groups pass one after another."""
+    """A modeled link out of this process. It sends the messages of all groups one at a time."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -139,7 +139,7 @@ class Posted:
         return self._waiter is None or self._waiter.is_completed()
 
     def __del__(self) -> None:
-        with suppress(RuntimeError):  # at interpreter exit no thread can start
+        with suppress(RuntimeError):  # at interpreter exit, no thread can start
             self.is_completed()
 
 

@@ -9,7 +9,7 @@ forgets_to_divide: rank 0 returned -2.75; expected -1.375
     x.item() / comm.size -> x.item()
 forgets_to_return: rank 0 returned None
     return x.item() -> x.item()
-rank_0_skips_the_collective: the ranks hang: rank 0 returned without calling what rank 1 waits for
+rank_0_skips_the_collective: the ranks hang: rank 1 waits for rank 0, which returned
     comm.all_reduce(x) -> if comm.rank > 0: comm.all_reduce(x)
 ranks_disagree_on_the_shape: the ranks disagree about collective
     [value] -> [value] * (comm.rank + 1)

@@ -81,7 +81,7 @@ def compares_bytes_with_a_number(store, rank, size, name):
 # ---- totals(comm, batches)
 
 Solution("01.totals").slips("""
-agrees_on_no_number_of_rounds: the ranks hang: rank 1 returned without calling what rank 0 waits for
+agrees_on_no_number_of_rounds: the ranks hang: rank 0 waits for rank 1, which returned
     comm.all_reduce(rounds, op="max") -> pass
 stops_with_the_shortest: rank 0 returned a list of length 1; expected length 3
     op="max" -> op="min"

@@ -84,5 +84,5 @@ def test_without_join_the_error_names_the_rank_that_has_ended(world3: World) -> 
         for _ in range([2, 4, 5][Comm().rank]):
             model(torch.ones(1, 2)).sum().backward()
 
-    words = "rank 0 returned without calling what rank 1 waits for"
+    words = "rank 1 waits for rank 0, which returned without calling the operation"
     raises(words, world3.run, run, error=RankError)

@@ -35,7 +35,7 @@ from labkit.runtime.transports.transport import private, share_memory
 # Functions that reduce two tensors into `out`, which may be either input.
 PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
-    "mean": torch.add,  # and a division at the end
+    "mean": torch.add,  # followed by a division
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
@@ -45,13 +45,13 @@ GRAIN_BYTES = 1 << 18  # of symmetric memory to reduce at once: fits in the cach
 
 
 def reduce(slots: Slots, x: torch.Tensor, root: int, op: str) -> int:
-    """Reduce `x` on the root only: an all-reduce in which only the root copies out."""
+    """Reduce `x` on the root only: an all-reduce in which only the root copies the result."""
     return all_reduce(slots, x, op, root)
 
 
 def all_reduce(slots: Slots, x: torch.Tensor, op: str, root: int | None = None) -> int:
     """Reduce `x` on all ranks; with a `root`, on that rank only. Copies: (n-1)/n S in, S out; for a
-    small `x`, S in only, as every rank reduces the whole tensor."""
+    small `x`, S in only, because every rank reduces the whole tensor."""
     wanted = root is None or root == slots.rank
     if x.nbytes <= min(AT_ONCE_BYTES, slots.slot_bytes):
         return _reduce_at_once(slots, x, op, wanted)
@@ -182,7 +182,7 @@ def scatter(slots: Slots, x: torch.Tensor, chunks: Chunks | None, root: int) -> 
 
 
 def all_to_all(slots: Slots, outs: Chunks, ins: Chunks) -> int:
-    """outs[i] becomes rank i's ins[r]. Copies, in and out: every chunk but this rank's own."""
+    """outs[i] becomes rank i's ins[r]. Copies, in and out: every chunk except this rank's own."""
     ins = [private(x, *outs) for x in ins]
     outs[slots.rank].copy_(ins[slots.rank])
     room_bytes = part_bytes(slots)
@@ -237,7 +237,7 @@ def _reduce_parts(out: torch.Tensor, parts: list[torch.Tensor], op: str) -> None
     total, *rest = parts
     for x in rest:
         total = PAIRWISE[op](total, x, out=out)
-    if total is not out:  # a group of one
+    if total is not out:  # a group of one rank
         out.copy_(total)
     if op == "mean":
         out.div_(len(parts))

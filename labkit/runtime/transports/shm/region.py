@@ -1,8 +1,8 @@
 """Memory shared by several processes: words that announce progress, followed by data.
 
 Each process opens or creates the file, sets its size (new bytes are zero) and writes "I have it".
-The first to see that all processes have mapped the file deletes its name; the memory lives while
-any process maps it, so that nothing remains however the ranks end.
+The first process to see that all have mapped the file deletes its name; the memory lives while any
+process maps it, so that nothing remains, however the ranks end.
 
 Each word has one writer, which uses a single aligned store, so no lock is needed. A reader polls
 for a while (the word often changes within microseconds), then sleeps until the writer wakes it: on
@@ -16,8 +16,8 @@ of growing length. A waiting rank thus leaves its core, and Python's lock, to ot
     fence                                     awake: subtract 1 from my count; look again
     any sleepers? wake those on this word     fence; read the data
 
-Without the fences the processor may reorder loads and stores: a reader could see the word before
-the data, or the writer miss the sleeper while the sleeper misses the word.
+Without the fences, the processor may reorder loads and stores: a reader could see the word before
+the data, or the writer could miss the sleeper while the sleeper misses the word.
 """
 
 import ctypes
@@ -39,13 +39,13 @@ ALIGNED = 64  # bytes of a cache line, to which each rank's data is aligned
 HERE, GONE = 1, 2  # state of a process: "I have it mapped", "I gave up, for good"
 LOOKS, TURNS = 40, 12  # polls before yielding the core, and number of yields
 X86 = platform.machine() in ("x86_64", "AMD64")
-SLEEP_S = 0.1  # after which a sleeper polls again
+SLEEP_S = 0.1  # time after which a sleeper polls again
 NAPS_S = 20e-6, 1e-3  # first and longest nap, without futex
 
 
 class Region:
     """`words` integers and, from `data` on, `data_bytes` bytes, shared by `parties` processes, of
-    which this process is number `me`. Raises RuntimeError if there is no room."""
+    which this process is number `me`. Raises RuntimeError if too little memory is free."""
 
     def __init__(self, path: Path, me: int, parties: int, words: int, data_bytes: int):
         self._here = range(words, words + parties)  # a word per process: HERE or GONE
@@ -92,15 +92,15 @@ class Region:
                 return
 
     def give_up(self) -> None:
-        """Make the other processes stop waiting for this one."""
+        """Make the other processes stop waiting for this process."""
         self.announce(self._own, GONE)
 
     def gave_up(self, process: int) -> bool:
         return self._words[self._here[process]] == GONE
 
     def wait(self, word: int, value: int, deadline_s: float, on: Sequence[int]) -> bool:
-        """Wait until a word is at least `value`; False after `deadline_s`, or once a process
-        in `on` gives up (which wakes no sleepers: they poll again within SLEEP_S)."""
+        """Wait until a word is at least `value`. Return False after `deadline_s`, or once a process
+        in `on` gives up (sleepers are not woken then, but poll again within SLEEP_S)."""
         words = self._words
         for _ in range(TURNS):
             for _ in range(LOOKS):
@@ -138,7 +138,7 @@ def _map(path: Path, nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise RuntimeError(
             f"{path.parent} has no room for {nbytes / 1e6:.0f} MB of shared memory "
-            f'({error.strerror}); free some, or use World(..., transport="gloo")'
+            f'({error.strerror}); free some memory, or use World(..., transport="gloo")'
         ) from error
     finally:
         if file is not None:

@@ -5,8 +5,8 @@
                  ^ read                              written ^
 
 The sender (outbox) appends while there is room, the receiver (inbox) empties the ring; both count
-bytes from the start. A message longer than the ring passes through in parts. The caller copies what
-fits or what it waits for; a thread of the ring copies the rest while both ends compute.
+bytes from the start. A message longer than the ring passes through in parts. The caller copies the
+bytes that fit or that it waits for; a thread of the ring copies the rest while both ends compute.
 
 A receiver may request tag 1 before tag 0: messages without a matching receive are kept in private
 memory. A message is *taken* once a receive has its last byte; its number is then stored in `taken`,
@@ -33,7 +33,7 @@ from labkit.runtime.transports.wire import Lane, LaneWork
 
 RING_BYTES = 1 << 20  # a multiple of HEAD.size
 HEAD = struct.Struct("<QQ")  # the tag, and the number of bytes that follow
-MAX_UNTAKEN = 2048  # messages per direction; the next one waits until the first is taken
+MAX_UNTAKEN = 2048  # messages per direction; the next message waits until the first is taken
 GRAIN_BYTES = 1 << 18  # of a long message, to copy before waking the other end
 WRITTEN, READ, TAKEN = 0, 1, 2
 SENDER, RECEIVER = 0, 1
@@ -53,7 +53,7 @@ class Ring:
     def wait(self, word: int, value: int, deadline_s: float) -> None:
         if not self.region.wait(word, value, deadline_s, (SENDER, RECEIVER)):
             if self.gave_up():
-                raise RuntimeError("the other rank, or this one, gave up after an error")
+                raise RuntimeError("this rank or the other rank gave up after an error")
             raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other rank")
 
     def gave_up(self) -> bool:
@@ -141,7 +141,7 @@ class Sent:
         self._nbytes, self._writing = nbytes, writing
 
     def wait(self) -> int:
-        """Returns the bytes copied."""
+        """Wait until the operation is complete; return the bytes copied."""
         deadline_s = time.monotonic() + self._outbox.timeout_s
         if self._writing is not None:
             self._writing.wait_for(min(self._outbox.timeout_s, threading.TIMEOUT_MAX))
@@ -185,7 +185,7 @@ class Inbox(Ring):
 
     def read_without(self, received: "Received") -> int | None:
         """Empty the ring. Returns None if `received` is done, else the bytes read so far, counted
-        under the lock, as other threads also empty the ring; the message ends later."""
+        under the lock because other threads also empty the ring; the message ends later."""
         with self._lock:
             if not received.done:
                 self._take_out()
@@ -257,7 +257,7 @@ class Received:
         self.done, self.problem = False, ""
 
     def wait(self) -> int:
-        """Returns the bytes copied."""
+        """Wait until the operation is complete; return the bytes copied."""
         if not self.done:
             self._inbox.until_done(self, time.monotonic() + self._inbox.timeout_s)
         if self.problem:

@@ -26,14 +26,14 @@ from labkit.runtime.transports.shm.region import ALIGNED, Region
 FILLED, REDUCED, DONE = 1, 2, 3
 BUFFERS = 2
 SLOT_BYTES = 1 << 20
-MAX_BYTES = 32 << 20  # for all slots of a group: with many ranks, slots are smaller
+MAX_BYTES = 32 << 20  # for all slots of a group, so that slots are smaller with many ranks
 NOTHING = 0  # a slot's note: neither the length of a tensor nor its place in symmetric memory
-MAX_VIEWS = 512  # in the cache
+MAX_VIEWS = 512  # cached tensors
 
 
 class Slots:
     """Rank `rank`'s view of the slots of `size` ranks, in the file `path`. Raises RuntimeError
-    if a wait exceeds `timeout_s` or another rank gave up."""
+    if a wait exceeds `timeout_s` or another rank gives up."""
 
     def __init__(self, path: Path, rank: int, size: int, timeout_s: float):
         self.rank, self.size, self.timeout_s = rank, size, timeout_s
@@ -61,11 +61,11 @@ class Slots:
         self._wait(ranks, stage, self._piece)
 
     def fill(self, x: torch.Tensor, begin: int = 0) -> int:
-        """Copy `x` into this rank's slot from byte `begin` on; returns the bytes copied."""
+        """Copy `x` into this rank's slot from byte `begin` on; return the bytes copied."""
         return copy(self._address(self.rank, begin), x.data_ptr(), x.nbytes)
 
     def take(self, x: torch.Tensor, rank: int, begin: int = 0) -> int:
-        """Fill `x` from the slot of `rank`, from byte `begin` on; returns the bytes copied."""
+        """Fill `x` from the slot of `rank`, from byte `begin` on; return the bytes copied."""
         return copy(x.data_ptr(), self._address(rank, begin), x.nbytes)
 
     def view(self, rank: int, begin: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Slots:
 
 
 def copy(target: int, source: int, nbytes: int) -> int:
-    """Copy between addresses, without Python's lock; returns the bytes copied."""
+    """Copy between addresses without holding Python's lock; return the bytes copied."""
     if nbytes:
         ctypes.memmove(target, source, nbytes)
     return nbytes
@@ -153,7 +153,7 @@ def pieces(
 def agreed_pieces(
     slots: Slots, own_bytes: int, room_bytes: int, x: torch.Tensor
 ) -> Iterator[tuple[int, int]]:
-    """Like `pieces`, if no rank knows the longest tensor: each rank's note is its own length."""
+    """Like `pieces`, if no rank knows the longest tensor: each note is a tensor's size."""
     step, begin, numel = room_bytes // x.element_size(), 0, 1
     while begin < numel:
         slots.begin(own_bytes)

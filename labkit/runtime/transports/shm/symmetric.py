@@ -1,6 +1,6 @@
 """Symmetric memory: a tensor on each rank of a group, in memory that all ranks can access.
 
-All ranks create it together, one part per rank, of equal size. Its all-reduce sends nothing through
+All ranks create it together, with parts of equal size. Its all-reduce sends nothing through
 slots: once all ranks are FILLED, rank r alone uses slice r of every part until it has written the
 result to every part. One line per stage; x012 is the reduction of x0, x1 and x2:
 
@@ -25,11 +25,11 @@ from labkit.runtime.transports.shm.slots import NOTHING, Slots, copy
 
 MAX_FREE_FRACTION = 0.5  # largest share of the free shared memory for one tensor
 RESERVE_BYTES = 48 << 20  # of shared memory, left free for the slots of later groups
-PLACE_BITS = 40  # low bits of a place: the byte; high bits: the memory's number
+PLACE_BITS = 40  # low bits of a place: the byte offset; high bits: the memory's number
 
 
 class Symmetric:
-    """The parts of `size` ranks, `nbytes` each, in one region, number `number` of the group."""
+    """The parts of `size` ranks, `nbytes` each, in one region, numbered within the group."""
 
     def __init__(self, number: int, path: Path, rank: int, size: int, nbytes: int):
         self.number, self._rank, self._size = number, rank, size
@@ -49,7 +49,7 @@ class Symmetric:
         return self._region.tensor(rank * self._stride + begin, numel, dtype)
 
     def write(self, x: torch.Tensor, rank: int, begin: int) -> int:
-        """Copy `x` into the part of `rank`, from byte `begin` on; returns the bytes copied."""
+        """Copy `x` into the part of `rank`, from byte `begin` on; return the bytes copied."""
         return copy(self._region.address(rank * self._stride + begin), x.data_ptr(), x.nbytes)
 
 
@@ -61,7 +61,7 @@ class SymmetricTensors:
         self._by_address: dict[int, Symmetric] = {}
 
     def make(self, slots: Slots, path: Path, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """This rank's part of a new tensor; None on all ranks if one lacks room or sizes differ."""
+        """This rank's part of a new tensor; None on all ranks if any lacks room or sizes differ."""
         self._made += 1
         path = path.with_name(f"{path.name}-symmetric-{self._made}")
         shared, nbytes = None, numel * dtype.itemsize

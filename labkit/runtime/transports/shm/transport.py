@@ -37,7 +37,7 @@ class Shared(Transport):
 
     Collectives run in call order: blocking calls in the caller's thread, asynchronous calls (and
     calls queued behind them) on a lane. `Work.wait` returns how many bytes this rank copied.
-    Memory is mapped at first use. After a failed operation (a peer timed out, say), a rank is out
+    Memory is mapped on first use. After a failed operation (for example, a timeout), a rank is out
     of step: it gives up, so that other ranks fail, too, and refuses all later calls of the group.
     """
 
@@ -92,7 +92,7 @@ class Shared(Transport):
         if self.broken:
             raise RuntimeError(
                 f"this group cannot be used after an earlier error ({self.broken}): its ranks "
-                "are out of step; start new ones with world.restart()"
+                "are out of step; start new ranks with world.restart()"
             )
 
     def give_up(self, error: BaseException) -> None:
@@ -108,7 +108,7 @@ class Shared(Transport):
     def symmetric_empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel * dtype.itemsize <= collectives.AT_ONCE_BYTES:  # slots are as fast at this size
             return super().symmetric_empty(numel, dtype)
-        made: list[torch.Tensor | None] = []  # not the work's value: a lane's last work stays alive
+        made: list[torch.Tensor | None] = []  # not the work's value, which a lane keeps alive
 
         def make(slots: Slots) -> None:
             made.append(self._symmetric.make(slots, self._path, numel, dtype))
@@ -151,14 +151,14 @@ class Shared(Transport):
 
 
 class Message:
-    """A send or a receive: not begun in a broken group; breaks its group if it fails."""
+    """A send or receive. It never begins in a broken group, and breaks its group if it fails."""
 
     def __init__(self, group: Shared, ring: Ring, begin: Callable[[], Work]):
         self._group, self._ring = group, ring
         self._work = None if group.broken or ring.gave_up() else begin()
 
     def wait(self) -> int:
-        """Returns the bytes copied."""
+        """Wait until the operation is complete; return the bytes copied."""
         try:
             if self._work is None:
                 self._group.refuse_if_broken()

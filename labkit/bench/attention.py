@@ -50,7 +50,8 @@ def _at(length: int, turns: int, where: torch.device) -> StepTimes:
     seconds = harness.take_turns(cases, turns, f"attention over {length} positions")
     about = {
         "length": length, "shape": f"{ROWS} x {HEADS} heads of {WIDTH}", "dtype": str(dtype)[6:],
-        "device": harness.device_name(where), "torch": torch.__version__, "date": date.today().isoformat(),
+        "device": harness.device_name(where), "torch": torch.__version__,
+        "date": date.today().isoformat(),
     }  # fmt: skip
     return StepTimes(about, seconds, [], {"peak_bytes": peaks})
 

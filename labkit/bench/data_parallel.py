@@ -77,14 +77,17 @@ def stepper(
 def _on_rank(model: str, contests: list[Contest], turns: int) -> StepTimes:
     me, cases = attach(), {}
     comm, sync = me.comm, harness.sync_of(me.device)
+
+    def finish() -> None:
+        sync()
+        comm.barrier()
+
     for name in dict.fromkeys([FLOOR, *(name for x in contests for name in (x.ours, x.theirs))]):
         wrap, make_optimizer = STRATEGIES[name]
         step = stepper(wrap, model, make_optimizer=make_optimizer)
         for _ in range(3):  # DDP rebuilds its buckets after the first step
             step()
-        cases[name] = partial(
-            harness.seconds_of, step, STEPS, comm.barrier, lambda: (sync(), comm.barrier())
-        )
+        cases[name] = partial(harness.seconds_of, step, STEPS, comm.barrier, finish)
     seconds = harness.take_turns(cases, turns, f"{model} on {ranks_in_words(comm.size)}")
     about = {"ranks": comm.size, "model": model, "device": harness.device_name(me.device)}
     return StepTimes(about, seconds, contests)
@@ -111,7 +114,8 @@ def table(measured: Sequence[StepTimes]) -> Table:
     return harness.contest_table(
         measured,
         f"Data-parallel step, {ROWS} x {LENGTH} tokens per rank, in ms",
-        "torch ZeRO-1 is ZeroRedundancyOptimizer with torch's DDP, FSDP2 is fully_shard; both "
-        "on the same backend. Alone: without communication. Ratio: median and quartiles of the turns.",
+        "torch ZeRO-1 is ZeroRedundancyOptimizer with torch's DDP, FSDP2 is fully_shard; torch "
+        "uses gloo, or NCCL as labkit does. Alone: without communication. Ratio: median and "
+        "quartiles of the turns.",
         ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
     )

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -192,7 +193,7 @@ def save(measured: Sequence[StepTimes], path: str | Path) -> Path:
         asdict(times) | {"ratios": {x.ours: times.ratio(x.ours, x.theirs) for x in times.contests}}
         for times in measured
     ]
-    about = {"torch": torch.__version__, "cores": os.cpu_count()}
+    about = {"torch": torch.__version__, "cores": os.cpu_count(), "date": f"{date.today()}"}
     return write_json(path, {"about": about, "steps": steps})
 
 

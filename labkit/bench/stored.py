@@ -1,6 +1,9 @@
 """Pictures of results from other machines, which `make gpu` saves in notebooks/results."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from labkit import plot
 from labkit.bench import harness
@@ -17,14 +20,13 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
     message if there is no file. Raises ValueError for any other `what`."""
     if what not in DRAWN:
         raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")
-    try:
-        from IPython.display import display
-    except ImportError:  # a script
-        display = print
+    show: Callable[[Any], None] = print
+    with suppress(ImportError):  # not in a script
+        from IPython.display import display as show
 
     files = sorted(folder.glob(f"{what}-*.json"))
     for path in files:
-        display(DRAWN[what](path))
+        show(DRAWN[what](path))
     if not files:
         print(f"no results of other machines are stored; `labkit bench {what}` measures this one")
 

@@ -79,7 +79,7 @@ def test_every_strategy_equals_one_process_and_its_formulas(ranks: int, tmp_path
     several that share a GPU over gloo."""
     task = Task(model="1M", steps=3, rows=8, length=32)
     found = {x.strategy: x.problems for x in compare(task, every=True, ranks=ranks, out=tmp_path)}
-    assert found == dict.fromkeys(found, []) and len(found) >= (10 if ranks > 1 else 4)
+    assert not any(found.values()) and len(found) >= 11, found
 
 
 def recorded_training() -> Trace:

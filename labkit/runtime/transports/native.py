@@ -67,11 +67,11 @@ class Native(Transport):
             if "does not support alltoall" not in str(error):
                 raise
         # In torch 2.11, gloo has no all-to-all for lists, only for flat buffers.
-        sizes = [[x.numel() for x in chunks] for chunks in (outs, ins)]
-        flat = torch.empty(sum(sizes[0]), dtype=outs[0].dtype, device=outs[0].device)
+        received, sent = ([x.numel() for x in chunks] for chunks in (outs, ins))
+        flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
         joined = torch.cat([x.flatten() for x in ins])
-        dist.all_to_all_single(flat, joined, *sizes, group=self.group)
-        for out, part in zip(outs, flat.split(sizes[0]), strict=True):
+        dist.all_to_all_single(flat, joined, received, sent, group=self.group)
+        for out, part in zip(outs, flat.split(received), strict=True):
             out.copy_(part.view_as(out))
         return LaneWork(lambda: 0).run()
 

@@ -14,7 +14,8 @@ from command import command
 from labkit import Bus, Waiting, load_then_run, plot, run_in_place, run_pipelined
 from labkit.bench import show_stored, transfers
 from labkit.bench.harness import StepTimes, save
-from labkit.bench.transfers import RESULTS, TransferTimes, bench_transfers, read_transfers
+from labkit.bench.stored import RESULTS
+from labkit.bench.transfers import TransferTimes, bench_transfers, read_transfers
 from labkit.memory.timing import Measured
 from labkit.memory.transfers import Transfer, ways
 from labkit.plot.style import OTHER_OPERATIONS

@@ -94,5 +94,6 @@ def _compared(name: str, sources: Mapping[str, Mapping[str, Number]]) -> str:
         return "✓ equal"
     if not reference:
         return ""  # no ratio to 0
-    ratios = (f"{source} {other / reference:.3g} ×" for source, other in others.items())
+    nudge = 1 + 1e-9  # a tie, as in 11/8, is rounded up on every machine
+    ratios = (f"{source} {nudge * other / reference:.3g} ×" for source, other in others.items())
     return f"{', '.join(ratios)} the {first}".replace("_", " ")

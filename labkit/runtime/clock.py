@@ -32,6 +32,9 @@ class Clock:
             work.get_future().add_done_callback(lambda _: moment.append(time.monotonic()))
         return moment
 
+    def align(self) -> None:
+        """Wait for the device, and let both clocks show the same time from here on."""
+
     def settle(self, patience_s: float = 0.2) -> bool:
         """Write pending times, waiting at most `patience_s`; return whether all times are known."""
         return True
@@ -49,13 +52,17 @@ class StreamClock(Clock):
     the GPU was idle. Until the time is known, begin fields contain host time and end fields 0.0."""
 
     def __init__(self) -> None:
-        self._pending: dict[tuple[int, str], tuple[Any, Any]] = {}  # (record, field) -> event
+        self._pending: dict[tuple[int, str], tuple[Any, ...]] = {}  # of (record, field)
         self._lock = threading.Lock()  # two threads may call `settle`
         self._side_stream = torch.cuda.Stream()
-        torch.cuda.synchronize()
-        self._zero = self._event_here()
-        torch.cuda.synchronize()
-        self._zero_s = time.monotonic()
+        self.align()
+
+    def align(self) -> None:
+        with suppress(RuntimeError):  # after a CUDA error, no time is known
+            torch.cuda.synchronize()
+            zero = self._event_here()
+            torch.cuda.synchronize()
+            self._zero = zero, time.monotonic()  # the clocks drift apart by microseconds a second
 
     def mark(self, record: Any, *fields: str, at: Any = None) -> None:
         known = at if isinstance(at, list) else None  # a time that only the host knows
@@ -66,7 +73,7 @@ class StreamClock(Clock):
             if event is None:
                 self._pending.pop((id(record), field), None)
             else:
-                self._pending[id(record), field] = record, event
+                self._pending[id(record), field] = record, event, *self._zero
 
     def end_of(self, work: Any) -> Any:
         """A CUDA event recorded after `work`. Work outside a stream would block the host here."""
@@ -81,14 +88,16 @@ class StreamClock(Clock):
 
     def _settle(self, deadline_s: float) -> bool:
         all_known = True
-        for (key, field), (record, event) in list(self._pending.items()):
+        for (key, field), (record, event, zero, zero_s) in list(self._pending.items()):
             while not event.query() and time.monotonic() < deadline_s:
                 time.sleep(0.001)
             if not event.query():
                 all_known = False
             elif self._pending.get((key, field), (None, None))[1] is event:  # not marked again
                 del self._pending[key, field]
-                setattr(record, field, self._zero_s + self._zero.elapsed_time(event) / 1e3)
+                setattr(record, field, zero_s + zero.elapsed_time(event) / 1e3)
+                if getattr(record, "wait_ended_s", 0.0):  # the side stream may notice an end later
+                    record.ended_s = min(record.ended_s, record.wait_ended_s)
         return all_known
 
     @staticmethod

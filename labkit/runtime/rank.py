@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,6 +114,8 @@ def _start_up(spec: Spec) -> Channel:
         if device.type == "cuda":
             device = torch.device("cuda", spec.rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
+            # torch says so once of each of its threads, and then does what is missing.
+            warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no")
         here.link = spec.link
         here.shared = Path(spec.shared) if spec.shared else None
         if spec.check:

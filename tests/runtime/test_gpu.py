@@ -1,5 +1,6 @@
 """Worlds on GPUs: NCCL with one for each rank, gloo with several ranks on one."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,7 @@ def test_memory_by_category_is_what_cuda_has_allocated() -> None:
 
     def on_rank() -> tuple[int, int, int]:
         me = attach()
+        gc.collect()
         others = torch.cuda.memory_allocated()  # the second time: cuBLAS's workspaces
         module = MLP([64, 128, 8]).to(me.device)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)

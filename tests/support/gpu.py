@@ -69,6 +69,7 @@ def run(command: list[str], log: Path | None = None) -> tuple[int, float]:
     """The exit status and the seconds of a Python command."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg", "PYTHONUNBUFFERED": "1"}
+    env |= {"OMP_NUM_THREADS": "2"}  # several labs and tests run at the same time
     began_s = time.monotonic()
     with open(log or os.devnull, "w") as file:
         out = {} if log is None else {"stdout": file, "stderr": subprocess.STDOUT}

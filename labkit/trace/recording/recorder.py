@@ -125,6 +125,7 @@ class Recorder:
             here.carrying = nullcontext
             self._detail.end()
             self._detail = None
+            self.clock.align()
             self.spans.clock = here.clock = self.clock
 
     def count(self) -> int:

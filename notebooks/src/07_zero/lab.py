@@ -375,8 +375,8 @@ def waits_in(trace, phase, op="all_gather"):
     """How many operations of step 1 rank 0 waits for in that phase."""
     one = trace.ranks[0]
     spans = [(x.began_s, x.ended_s) for x in one.spans if x.phase == phase and x.depth == 0]
-    moments = [event.wait_began_s for event in one.comms if event.op == op and event.step == 1]
-    return sum(any(begin <= when <= end for begin, end in spans) for when in moments)
+    waits = [(x.wait_began_s, x.wait_ended_s) for x in one.comms if x.op == op and x.step == 1]
+    return sum(any(first < end and begin < last for begin, end in spans) for first, last in waits)
 
 
 # %% tags=["nbval-check-output"]

@@ -538,7 +538,7 @@ def shard_1(tokens, targets, comm):
 
 def shard_2(tokens, targets, comm):
     x, y = (sequence_shard(whole, comm) for whole in (tokens, targets))
-    return x, y, torch.arange(x.shape[1])
+    return x, y, torch.arange(x.shape[1], device=x.device)
 
 
 def shard_3(tokens, targets, comm):

@@ -54,8 +54,8 @@ four = World(4)
 
 def paced_step(schedule, microbatches, forward_s):
     """One step of four stages; backward takes twice as long as forward."""
-    stages = [PacedStage(forward_s) for _ in range(4)]
     me = attach()
+    stages = [PacedStage(forward_s).to(me.device) for _ in range(4)]
     pipe = Pipeline(stages, me.comm, schedule, microbatches, lambda y, _: y.mean())
     x = torch.ones(16, 8, device=me.device)
     pipe.step(x, x)

@@ -303,7 +303,8 @@ _ = left.legend(frameon=False)
 def paced_step(name, chunks=1, unit_s=0.015):
     me = attach()
     each = dict(input_s=unit_s / chunks, weight_s=unit_s / chunks)
-    stages = [PacedStage(unit_s / chunks, **each) for _ in range(me.size * chunks)]
+    paced = (PacedStage(unit_s / chunks, **each) for _ in range(me.size * chunks))
+    stages = [stage.to(me.device) for stage in paced]
     pipeline = Pipeline(stages, me.comm, name, microbatches=8, loss_fn=lambda out, y: out.mean())
     x = torch.ones(8, 8, device=me.device)
     pipeline.step(x, x)

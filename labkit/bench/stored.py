@@ -10,14 +10,14 @@ from labkit.bench import harness
 from labkit.bench.transfers import read_transfers
 from labkit.labs import NOTEBOOKS
 from labkit.plot.figure import Picture, styled
-from labkit.plot.style import BLACK, BLUE, MEASURED, VERMILION
+from labkit.plot.style import MEASURED
 
 RESULTS = NOTEBOOKS / "results"
 
 
 def show_stored(what: str, folder: Path = RESULTS) -> None:
-    """Display one picture per file of `what`, "attention", "precision" or "transfers"; print a
-    message if there is no file. Raises ValueError for any other `what`."""
+    """Display one picture per file of `what`, "precision" or "transfers"; print a message
+    if there is no file. Raises ValueError for any other `what`."""
     if what not in DRAWN:
         raise ValueError(f"no stored results of {what!r}; choose one of {', '.join(DRAWN)}")
     show: Callable[[Any], None] = print
@@ -43,35 +43,21 @@ def _precision(path: Path) -> Picture:
     peak_bytes = times.figures["peak_bytes"]
     peaks.barh(names, [peak_bytes[name] / 1e6 for name in names], color=MEASURED)
     peaks.set_xlabel("peak memory, MB")
-    picture.suptitle(", ".join(map(str, times.about.values())), x=0.01, ha="left")
+    about = times.about
+    picture.suptitle(f"{about['model']}, {_where(about)}", x=0.01, ha="left")
     return picture
 
 
 def _transfers(path: Path) -> Picture:
+    """Blocking copies between the CPU's memory and the GPU's."""
     stored = read_transfers(path)
-    about = ", ".join(map(str, stored.about.values()))
-    return plot.transfers(stored.measured, stored.rates, about)
+    over_bus = [x for x in stored.measured if x.way.over_host_bus and "paced" not in x.way.ends]
+    blocking = [x for x in over_bus if not x.way.non_blocking]
+    return plot.transfers(blocking or stored.measured, stored.rates, _where(stored.about))
 
 
-@styled
-def _attention(path: Path) -> Picture:
-    """Milliseconds and peak memory of an attention layer, by sequence length."""
-    measured = harness.read(path)
-    picture = Picture(2.6, layout="constrained")
-    steps, peaks = picture.subplots(1, 2)
-    lengths = [times.about["length"] for times in measured]
-    for name, color in zip(measured[0].seconds, (VERMILION, BLUE, BLACK), strict=True):
-        peak_mb = [times.figures["peak_bytes"][name] / 1e6 for times in measured]
-        steps.plot(lengths, [times.ms(name) for times in measured], "o-", color=color, label=name)
-        peaks.plot(lengths, peak_mb, "o-", color=color)
-    for axes, label in ((steps, "ms, forward and backward"), (peaks, "peak memory, MB")):
-        axes.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=label)
-        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axes.minorticks_off()
-    steps.legend()
-    about = {k: v for k, v in measured[0].about.items() if k != "length"}
-    picture.suptitle(", ".join(map(str, about.values())), x=0.01, ha="left")
-    return picture
+def _where(about: dict[str, Any]) -> str:
+    return f"measured on {about['device']}, torch {about['torch']}, {about['date']}"
 
 
-DRAWN = {"attention": _attention, "precision": _precision, "transfers": _transfers}
+DRAWN = {"precision": _precision, "transfers": _transfers}

@@ -114,12 +114,14 @@ def test_stored_figures_are_drawn_or_a_sentence_says_that_there_are_none(
     found.save(tmp_path / "transfers-there.json")
     steps = {"fp32": [2.0, 2.0], "bf16": [1.0, 1.0]}
     peaks = {"peak_bytes": dict.fromkeys(steps, 10**6)}
-    times = StepTimes({"device": "a device"}, steps, figures=peaks)
+    about = {"model": "a model", "device": "a GPU", "torch": "2.11.0", "date": "2026-11-26"}
+    times = StepTimes(about, steps, figures=peaks)
     save([times], tmp_path / "precision-there.json")
     for what in ("precision", "transfers"):
         show_stored(what, tmp_path)
     milliseconds = shown[0].axes[0]
     assert [label.get_text() for label in milliseconds.get_yticklabels()] == ["bf16", "fp32"]
     assert [bar.get_width() for bar in milliseconds.patches] == [1000, 2000]
+    assert shown[0].get_suptitle() == "a model, measured on a GPU, torch 2.11.0, 2026-11-26"
     assert len(shown) == 2 and capsys.readouterr().out == ""
     raises("choose one of precision, transfers", show_stored, "speed")

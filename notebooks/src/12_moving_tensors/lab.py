@@ -257,7 +257,10 @@ for bus_gb_per_s in (1, 4, 6.7, 12, 25, 55):
 # before is always best. If weights cross often, cast them once, and keep the fp16 copy.
 
 # %% [markdown]
-# What `labkit bench transfers` has measured on machines with a GPU; and this machine's, if it has one:
+# What `labkit bench transfers` has measured on machines with a GPU, for copies that block; and this
+# machine's, if it has one. Pinned memory reaches the limit of the bus, pageable memory takes several
+# times as long. And the two longest bars are casts that are left to torch on the way back: a copy that
+# blocks brings fp32 into new CPU memory, and casts there.
 
 # %%
 show_stored("transfers")

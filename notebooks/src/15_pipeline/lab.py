@@ -903,15 +903,17 @@ report("15")
 def beside_torch(m=4):
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-    me, like = attach(), dict(dtype=torch.float64, device=attach().device)
-    rows = Text().batch(0, rows=8, length=32).to(me.device)
+    me, rows = (
+        attach(),
+        Text().batch(0, rows=8, length=32),
+    )  # on the CPU, as torch's sends over gloo
     torch.manual_seed(0)
-    ours, theirs = (split(GPT(**SIZES, tied=False).to(**like), me.size) for _ in range(2))
+    ours, theirs = (split(GPT(**SIZES, tied=False).double(), me.size) for _ in range(2))
     for one, other in zip(ours, theirs):
         other.load_state_dict(one.state_dict())
     pipe = Pipeline(ours, me.comm, "gpipe", m, token_loss)
     loss = pipe.step(rows.x, rows.y)
-    stage = PipelineStage(theirs[me.rank], me.rank, me.size, me.device)
+    stage = PipelineStage(theirs[me.rank], me.rank, me.size, torch.device("cpu"))
     schedule, losses = ScheduleGPipe(stage, n_microbatches=m, loss_fn=token_loss), []
     last = me.rank == me.size - 1
     schedule.step(*[rows.x] * (me.rank == 0), target=rows.y if last else None, losses=losses)

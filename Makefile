@@ -56,7 +56,7 @@ test-here: ## Run the whole suite on the Python and torch this machine has, inst
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(HERE) -m pytest $(ARGS)
 
 gpu: ## Check and measure labkit on this machine's GPUs, installing nothing (PART=tests, labs or bench).
-	$(HERE) tests/support/gpu.py $(PART) $(ARGS)
+	$(HERE) tests/benchmarks/gpu.py $(PART) $(ARGS)
 
 lint: $(STAMP) ## Check style and format with ruff, notebooks included.
 	$(PY) -m ruff check

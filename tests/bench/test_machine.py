@@ -110,6 +110,7 @@ def complete(one: Cluster, ranks: int) -> None:
     assert min(wire.latency_s, wire.start_s) >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_ranks_are_measured(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "ROUNDS", 1)

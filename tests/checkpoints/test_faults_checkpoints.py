@@ -157,6 +157,7 @@ def files_of(saved: Path) -> list[Path]:
     return files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [RANKS, 1])
 def test_every_flipped_bit_is_refused_by_the_name_of_its_file(
     ranks: World, saved: Path, size: int
@@ -175,6 +176,7 @@ def test_every_flipped_bit_is_refused_by_the_name_of_its_file(
         assert re.search(re.escape(str(file)) + says.get(file.name, of_items), text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [RANKS, 1])
 def test_other_damage_is_refused_or_harmless(ranks: World, saved: Path, size: int) -> None:
     damages = list(other_damage(files_of(saved), seed=size))

@@ -142,6 +142,7 @@ def test_the_table_of_compare_fits_80_columns_with_every_strategy_and_large_numb
     assert Measurement.get(wide, wide.options, shown).maximum <= 80
 
 
+@pytest.mark.slow
 def test_compare_finds_a_faulty_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def train_with_fault(name: str, task: Task) -> object:
         if name == "ddp":

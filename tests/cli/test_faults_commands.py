@@ -223,6 +223,7 @@ def test_a_bad_value_is_refused_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_plan_is_refused_before_what_replays_steps_is_imported() -> None:
     program = """import sys; from labkit.cli import main
 try: main()

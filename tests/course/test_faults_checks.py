@@ -135,6 +135,7 @@ def loops_too_long(call: Callable[..., Any], *args: Any) -> None:
     assert not [x for x in threading.enumerate() if isinstance(x, threading.Timer)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_a_thread", [False, True])
 @pytest.mark.parametrize(
     "args", [(run, 3, endless), (check_ranks.watch, 3, "all_reduce", endless)], ids=["run", "watch"]

@@ -69,7 +69,8 @@ def test_each_classic_is_named_with_rank_operation_and_line(name: str) -> None:
     for line in SAYS[name].split("\n")[1:]:
         words, plus, lines = line.strip().partition("+")
         where = f"{LAB.name}:{first + int(lines)} in {name}" if plus else ""
-        assert words + where in text, text
+        late = words.partition(": ")[0] + ": has not called it yet"  # on a loaded machine
+        assert words + where in text or (late in text and "disagree" in text), text
 
 
 def test_a_correct_program_raises_no_error():

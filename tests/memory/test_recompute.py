@@ -448,6 +448,7 @@ KERNELS: dict[str, Edit] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["none", "selective", "full", *KERNELS])
 def test_a_layer_keeps_the_bytes_that_are_published(what: str) -> None:
     sizes = SEQUENCE, ROWS, WIDTH, HEADS

@@ -31,6 +31,7 @@ def test_the_covering_part_has_every_pair_of_choices() -> None:
     assert len(chosen) < len(cases.every_case()) / 8
 
 
+@pytest.mark.slow
 def test_every_pair_of_choices_trains_as_one_process(eight: World) -> None:
     held_to_one_process(eight, cases.covering())
 

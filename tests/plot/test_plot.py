@@ -360,6 +360,7 @@ def test_lanes_are_named_by_the_ranks_of_their_group_in_a_narrow_margin():
     assert_readable(view.figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 64])
 def test_no_words_lie_on_each_other_and_each_name_fits_in_its_bar(ranks: int) -> None:
     """A narrow bar keeps its colour: a white edge would be all one sees of it."""
@@ -557,6 +558,7 @@ def test_each_rank_has_its_own_beginning():
     assert peaks == [pytest.approx((25, 457))] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 64])
 def test_memory_of_many_ranks_can_be_read(ranks: int):
     figure = plot.memory(sample_trace(ranks), predicted=1.9e6)

@@ -123,6 +123,7 @@ def test_a_gallery_is_on_one_axis_of_time() -> None:
     assert_readable(figure)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (4, 8), (33, 2), (2, 60)], ids=str)
 def test_no_words_overlap(stages: int, microbatches: int) -> None:
     assert_readable(plot.schedule(one_f_one_b(stages, microbatches), name="1F1B"))

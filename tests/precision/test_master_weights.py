@@ -20,6 +20,7 @@ def ones() -> nn.Parameter:
     return nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
 
 
+@pytest.mark.slow
 @both
 def test_small_updates_add_up(dtype: torch.dtype) -> None:
     """An update of 1/4096 is lost beside 1.0 in bf16 and fp16; 4096 of them are 1."""
@@ -141,6 +142,7 @@ def test_its_state_is_loaded_into_another_run() -> None:
     raises("added later", resumed.add_param_group, {"params": [nn.Parameter(torch.ones(1))]})
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_ddp_with_masters_holds_16_bytes_a_parameter() -> None:
     def train() -> None:
         model = GPT.preset("1M").bfloat16()

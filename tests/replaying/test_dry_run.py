@@ -160,6 +160,7 @@ def test_an_optimizer_that_was_there_before_the_conversion_keeps_its_parameters(
     assert (held["parameters"], held["optimizer state"]) == (2 * 72, 2 * 2 * 72 + 2 * 4)
 
 
+@pytest.mark.slow
 def test_it_leaves_the_process_as_it_was_whose_memory_is_none_of_the_runs() -> None:
     conversion = nn.Module._apply
 

@@ -88,6 +88,7 @@ def test_the_doctor_says_where_the_driver_is_too_old(monkeypatch: pytest.MonkeyP
     assert any("torch sees no GPU" in problem for problem in report.problems)
 
 
+@pytest.mark.slow
 def test_a_dead_server_leaves_no_descriptor() -> None:
     World(1).close()
     before = psutil.Process().num_fds()

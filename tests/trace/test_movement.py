@@ -155,6 +155,7 @@ def users_ring(
 ADDS_ALWAYS = partial(users_ring, add_always=True)
 
 
+@pytest.mark.slow
 def test_a_users_ring_moves_as_the_librarys_and_its_mistakes_show(world: World) -> None:
     own, theirs = (watch_collective(world, "all_reduce", x) for x in (users_ring, "ring"))
     assert own.name == "all_reduce by users_ring"
@@ -268,7 +269,7 @@ def test_a_slider_walks_through_the_steps(world4: World) -> None:
     (Content((), None), "values that are not a sum of the ranks' data"),
     (Content((1, 0, 1), 1), "the data of ranks 0 and 2"),
     (Content((0, 1, 0), 2), "the data of rank 1 for chunk 2"),
-    (Content((1, 3, 1), 1), "the data of ranks 0, 1 and 2, rank 1's 3 times,"),
+    (Content((1, 3, 1), 1), "the data of ranks 0, 1 and 2, with rank 1's added 3 times,"),
     (Content((1, 1, 0), None), "the data of ranks 0 and 1, from several chunks,"),
 )
 def test_a_check_says_what_is_in_chunk_1(content: Content, words: str) -> None:

@@ -93,6 +93,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [False, True])
 @on_each_rank("world")
 def test_a_copy_averages_as_torchs_copy_and_so_does_its_original(accumulate: bool) -> None:
@@ -367,6 +368,7 @@ def test_an_invalid_group_is_refused_in_one_sentence() -> None:
             raises((words,), make, error=TypeError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @on_each_rank("world2")
 def test_a_compiled_module_with_buffers_averages(backend: str) -> None:

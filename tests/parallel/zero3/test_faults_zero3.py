@@ -371,6 +371,7 @@ def test_copies_and_pickles_are_refused_and_end_no_rank() -> None:
     assert torch.equal(model.eval()(x), second.eval()(x))
 
 
+@pytest.mark.slow
 @on_each_rank("world")
 def test_torch_compile_of_a_wrapped_model_leaves_it_as_it_is() -> None:
     for how in ("function", "method"):

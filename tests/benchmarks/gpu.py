@@ -1,6 +1,6 @@
 """`make gpu`: check labkit on this machine's GPUs, and measure them.
 
-    python tests/support/gpu.py [tests] [labs] [bench] [--again]
+    python tests/benchmarks/gpu.py [tests] [labs] [bench] [--again]
 
     tests   the tests marked `gpu`
     labs    all labs, as scripts, with the device that a World picks
@@ -24,8 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from places import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "notebooks" / "results"
 AT_A_TIME = 6  # labs; each has up to 8 ranks
 BENCHES = {

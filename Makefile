@@ -25,7 +25,7 @@ WORKERS ?= 2
 PYTEST  := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lab notebooks test check test-here gpu lint types format hooks clean
+.PHONY: help setup demo lab notebooks test check test-here cluster gpu lint types format hooks clean
 
 help: ## List the targets.
 	@awk 'BEGIN { FS = ":[^#]*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ test-here: ## Run the whole suite on the Python and torch this machine has, inst
 	gone = [name for name in need if u.find_spec(name) is None]; \
 	sys.exit(f"labkit: {sys.executable} has no {chr(44).join(gone)}; add them to it, or run make test" if gone else 0)'
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(HERE) -m pytest $(ARGS)
+
+cluster: $(STAMP) ## Run the tests on Slurm, mpirun and two hosts that this machine plays (as root).
+	$(PY) -m pytest -m cluster $(ARGS)
 
 gpu: ## Check and measure labkit on this machine's GPUs, installing nothing (PART=tests, labs or bench).
 	$(HERE) tests/benchmarks/gpu.py $(PART) $(ARGS)

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "labkit"
 LAYERS: dict[int, set[str]] = {
     1: {"schedules", "events", "foreign", "trace", "clusters"},
     2: {"comm", "dispatch", "runtime.board", "runtime.clock", "runtime.dispatcher"}
-    | {"runtime.process_context", "runtime.transports"},
+    | {"runtime.launchers", "runtime.output", "runtime.process_context", "runtime.transports"},
     3: {"holdings", "parallel", "precision", "memory", "models", "data"},
     4: {"trace.recording", "runtime", "checkpoints"},
     5: {"replaying", "plot", "predict", "bench", "sweeps", "course", "labs", "recipes", "training"}

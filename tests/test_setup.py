@@ -234,7 +234,18 @@ esac
 """
 
 
-TARGETS_IN_VENV = {"demo", "lab", "notebooks", "test", "check", "lint", "types", "format", "hooks"}
+TARGETS_IN_VENV = {
+    "cluster",
+    "demo",
+    "lab",
+    "notebooks",
+    "test",
+    "check",
+    "lint",
+    "types",
+    "format",
+    "hooks",
+}
 
 
 class Workplace:

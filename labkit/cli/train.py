@@ -1,6 +1,5 @@
 """`labkit compare`: check strategies against one process. `labkit run`: train with a strategy."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -84,10 +83,11 @@ def run(
         Path | None, Option(help="Record the run in this folder, for `labkit view`.")
     ] = None,
 ) -> None:
-    """Train with one strategy, on ranks started by this command or by torchrun."""
+    """Train with one strategy, on ranks started by this command, torchrun, srun or mpirun."""
     from labkit.compare import fitting
     from labkit.recipes import recipe
     from labkit.runtime.attach import attach
+    from labkit.runtime.launchers import launched
     from labkit.runtime.world import World
     from labkit.trace import recording
     from labkit.training import Task, train
@@ -99,9 +99,12 @@ def run(
         if record.exists() and not (record.is_dir() and not any(record.iterdir())):
             raise ValueError(f"{record} is not an empty folder; record into a new folder")
         recorded = partial(recording.record, record, min(2, steps - 1), what=strategy)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if launcher := launched():
         if ranks is not None:
-            raise ValueError("torchrun starts the ranks; omit --ranks, and use --nproc-per-node")
+            raise ValueError(
+                f"{launcher.launcher} starts the ranks; omit --ranks, and tell {launcher.launcher} "
+                "how many (torchrun --nproc-per-node 4, srun -n 4)"
+            )
         me = attach()
         with recorded():
             report = train(strategy, task, keep_weights=False)

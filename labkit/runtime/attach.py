@@ -15,6 +15,7 @@ from labkit.comm import Comm, Link, TwoLevel, here
 from labkit.events import ranks_in_words
 from labkit.runtime.channel import Channel, loopback
 from labkit.runtime.dispatcher import Dispatcher
+from labkit.runtime.launchers import backend_for, check_alone, launched, meet
 from labkit.runtime.pick import VARIABLE, asked_for, check_transport
 
 
@@ -61,7 +62,8 @@ def attach(
 
     - inside `World.run`: the rank that the world has assigned;
     - with an initialized process group: a rank of that group;
-    - under a launcher that sets RANK and WORLD_SIZE (torchrun): a rank of a new group;
+    - under a launcher, such as torchrun, srun or mpirun (`labkit.runtime.launchers`): a rank of a
+      new group;
     - otherwise: the only rank of a new group.
 
     Args:
@@ -78,8 +80,9 @@ def attach(
         if link is not None and link != here.link:
             raise ValueError(f"attach(link={link}): this rank's link is {here.link}; omit link")
         return _me
+    use_gpu = None
     if not dist.is_initialized():
-        _init_process_group(backend, timeout_s)
+        use_gpu = _init_process_group(backend, timeout_s)
         torch.manual_seed(seed)
     elif backend is not None and backend != dist.get_backend():
         raise ValueError(
@@ -89,7 +92,8 @@ def attach(
         here.link = link
     name = str(dist.get_backend())
     local = int(os.environ.get("LOCAL_RANK", 0))
-    use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
+    if use_gpu is None:
+        use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
     device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
     if use_gpu:
         torch.cuda.set_device(device)
@@ -124,26 +128,27 @@ def on_paper(rank: int, size: int) -> Iterator[Rank]:
         _me, Dispatcher.worlds = before, worlds
 
 
-def _init_process_group(backend: str | None, timeout_s: float) -> None:
+def _init_process_group(backend: str | None, timeout_s: float) -> bool:
+    """Create the process group; return whether this rank computes on a GPU."""
     check_transport(VARIABLE, os.environ.get(VARIABLE))
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = asked_for("device", None, "cpu", "cuda")
     backend = backend or asked_for("backend", None, "gloo", "nccl")
-    if backend is None:
-        use_gpus = torch.cuda.is_available() and enough_gpus and device != "cpu"
-        backend = "cpu:gloo,cuda:nccl" if use_gpus else "gloo"
-    if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
+    on_cpu = backend == "gloo" or asked_for("device", None, "cpu", "cuda") == "cpu"
+    use_gpus, timeout = torch.cuda.is_available() and not on_cpu, timedelta(seconds=timeout_s)
+    me = launched()
+    if me is None:
+        check_alone()
         use_loopback()
-    timeout = timedelta(seconds=timeout_s)
-    if launched:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = dist.HashStore(), 0, 1
+        backend = backend or ("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
     else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
-        )
+        store, members = meet(me, use_gpus, timeout_s)
+        rank, size = me.rank, me.size
+        backend = backend or backend_for(members)
+        if len({member.host for member in members}) == 1:
+            use_loopback()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     atexit.register(leave)
+    return use_gpus
 
 
 def leave() -> None:

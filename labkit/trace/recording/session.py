@@ -2,7 +2,6 @@
 notebook, every `world.run` sends a spec to each rank, whose Recorder writes to the run folder; the
 folder is read when the block ends. On a single rank, the Recorder is in this process."""
 
-import os
 import shutil
 import tempfile
 import warnings
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from labkit.comm import Comm
+from labkit.runtime.launchers import launched
 from labkit.runtime.transports.chooser import table_note
 from labkit.trace import Trace
 from labkit.trace.folder import add_metrics, begin_run, read_run
@@ -94,10 +94,10 @@ def record(
         rank, size = comm.ranks[comm.rank], comm.size
     except RuntimeError:  # no process group: a single process, or the driver of a world
         size = 1
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if me := launched():
             raise RuntimeError(
-                "record(): torchrun has started several processes, but this one has no process "
-                "group yet; call labkit.attach() or init_process_group before record()"
+                f"record(): {me.launcher} has started several processes, but this one has no "
+                "process group yet; call labkit.attach() or init_process_group before record()"
             ) from None
     folder = Path(path) if path is not None else None
     if folder is not None:

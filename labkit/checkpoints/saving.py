@@ -65,7 +65,7 @@ def save_checkpoint(
         comm: the ranks that together hold the model, such as `mesh.comm`; if None, the strategy's
             ranks, or all ranks if there is tensor parallelism, a Pipeline or no strategy.
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
-            refuse, such as an object of your own class. If False, load with False, too.
+            refuse, such as an object of your own class. If False, also load with False.
 
     Until the new checkpoint is complete, the previous one stays the latest. On every rank, raises
     ValueError for invalid arguments, and OSError, naming the file, if a write fails; a failed save

@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmul."""
+    """Raise ValueError for an unsupported device or dtype, or if the device has no matmul in it."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

@@ -1,4 +1,4 @@
-"""Jobs of a pipeline: step time and memory for a cut, a number of micro-batches, and recompute.
+"""Pipeline jobs: step time and memory for a cut, a number of micro-batches, and recompute or not.
 
     layers   3  1 1 1 1 1 1 1 1  4      a cut of 10 layers into 4 stages, [2, 3, 3, 2]
             ├──4──┤├─3──┤├─3──┤├─5─┤     every micro-batch waits for the slowest stage

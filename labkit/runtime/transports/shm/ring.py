@@ -134,7 +134,7 @@ class Outbox(Ring):
 
 
 class Sent:
-    """A message in flight; its send completes when the message is taken."""
+    """A message in flight; the send completes when the receiver takes the message."""
 
     def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
         self._outbox, self._number = outbox, number
@@ -153,7 +153,7 @@ class Sent:
 
 
 class Inbox(Ring):
-    """The receiver's end of a ring: messages by tag, kept until requested."""
+    """The receiver's end of a ring: sorts messages by tag and keeps them until requested."""
 
     end = RECEIVER
 

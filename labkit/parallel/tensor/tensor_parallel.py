@@ -159,7 +159,7 @@ class ShardedForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # Recompute of part of forward reruns some linears, perhaps without the row layer.
+            # Recomputing part of forward may rerun some linears without the row layer.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

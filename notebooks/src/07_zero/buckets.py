@@ -17,7 +17,7 @@ from labkit.replaying import Compute, Costs, Issue, run
 RANKS, TOKENS, MESSAGES = 32, 8192, 10
 ELEMENT_BYTES = 2  # gradients in 16 bits
 CLUSTERS = ("v100-cloud", "dgx-h100")  # with a slow and a fast link
-BEST_KB = 100_880  # the sum of both clusters' peaks: the best known
+BEST_KB = 100_880  # best known sum of both clusters' peaks
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ JOBS = {
     ),
 }  # fmt: skip
 
-BEST_MS = 1_659  # total of all jobs' steps: the minimum within the budgets
+BEST_MS = 1_659  # minimum within the budgets, summed over the jobs' steps
 UNIFORM_MS = 2130.2  # the minimum if all jobs share m and recompute
 
 

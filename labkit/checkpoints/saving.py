@@ -172,7 +172,7 @@ class PiecePlanner(DefaultSavePlanner):
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
-        """Plan to write `tensor`, which has one element per element of the slice, to `path`."""
+        """Plan to write `tensor`, which has as many elements as the slice, to `path`."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()

@@ -75,7 +75,7 @@ def step_ms(job: Job, plan: Plan) -> float:
 
 
 def held_mb(job: Job, plan: Plan) -> float:
-    """The memory of the stage that holds most."""
+    """The memory of the stage that holds the most."""
     rows = job.rows / plan.microbatches
     held = []
     for weights, kept in zip(

@@ -184,8 +184,8 @@ class Inbox(Ring):
             self.wait(WRITTEN, read + 1, deadline_s)
 
     def read_without(self, received: "Received") -> int | None:
-        """Empty the ring. Returns None if `received` is done, else the number of bytes read so far
-        (under the lock, because other threads also read), which the rest of its message follows."""
+        """Empty the ring. Returns None if `received` is done, else the number of bytes read so far.
+        Holds the lock meanwhile, because other threads also empty the ring."""
         with self._lock:
             if not received.done:
                 self._take_out()

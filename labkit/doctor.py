@@ -78,7 +78,7 @@ def cluster_table(cluster: Cluster) -> Table:
             (f"matmul, {dtype}", f"{rate / 1e9:.1f} GFLOP/s", f"peak_flops.{dtype}")
             for dtype, rate in device.peak_flops.items()
         ),
-        ("matrix side at half the rate", f"{device.tile:.1f}", "tile"),
+        ("matrix size at half the peak rate", f"{device.tile:.1f}", "tile"),
         ("memory", f"{device.memory_bytes / 1e9:.1f} GB", "memory_bytes"),
         ("memory bandwidth", f"{device.memory_bytes_per_s / 1e9:.1f} GB/s", "memory_bytes_per_s"),
         ("shortest operation", f"{device.launch_s * 1e6:.1f} us", "launch_s"),
@@ -90,7 +90,7 @@ def cluster_table(cluster: Cluster) -> Table:
             ("start of a collective", f"{link.start_s * 1e6:.1f} us", "start_s"),
         ]
     sources = {**link.sources, **device.sources}
-    shown = Table("of a rank", title=markup(cluster.title), title_justify="left")
+    shown = Table("per rank", title=markup(cluster.title), title_justify="left")
     shown.add_column("measured", justify="right")
     shown.add_column("by")
     for name, value, source in rows:
@@ -115,7 +115,7 @@ def _versions(report: Findings) -> None:
 
 def _hardware(report: Findings) -> None:
     memory, free_bytes = psutil.virtual_memory(), available_bytes()
-    limited = " (the limit of a cgroup)" if free_bytes < 0.9 * memory.available else ""
+    limited = " (cgroup limit)" if free_bytes < 0.9 * memory.available else ""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     report.add("machine", "system", f"{platform.system()} {platform.machine()}")
     report.add("machine", "cores", f"{psutil.cpu_count()}, {usable} of them for this process")

@@ -64,7 +64,7 @@ def step_of(name: str, stages: list[nn.Module], microbatches: int, loss_fn: Loss
     return Pipeline(stages, None, name, microbatches, loss_fn).step
 
 
-SIDES = {"": step_of, "torch ": peers.pipeline}  # of a contest, by the prefix of a case's name
+SIDES = {"": step_of, "torch ": peers.pipeline}  # by the prefix of a case's name
 
 
 def stepper(side: str, stages: list[nn.Module], name: str, microbatches: int, comm: Comm) -> Step:

@@ -52,11 +52,11 @@ class LinkFit(NamedTuple):
 
 
 def fit_matmuls(matmuls: Times) -> MatmulFit:
-    """Fit one common tile and a peak per dtype. Raises ValueError if no dtype has two sides."""
+    """Fit one common tile and a peak per dtype. Raises ValueError if no dtype has two sizes."""
     dtypes = list(dict.fromkeys(case.dtype for case in matmuls))
     of_dtype = [[(c.size, s) for c, s in matmuls.items() if c.dtype == dtype] for dtype in dtypes]
     if all(len(own) < 2 for own in of_dtype):
-        raise ValueError("too few matmuls; measure one dtype at two sides or more")
+        raise ValueError("too few matmuls; measure at least two matrix sizes of one dtype")
     smallest = min(case.size for case in matmuls)
 
     def fit(part: float) -> MatmulFit:

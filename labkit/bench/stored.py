@@ -28,7 +28,7 @@ def show_stored(what: str, folder: Path = RESULTS) -> None:
     for path in files:
         show(DRAWN[what](path))
     if not files:
-        print(f"no results of other machines are stored; `labkit bench {what}` measures this one")
+        print(f"no results from other machines are stored; `labkit bench {what}` measures this one")
 
 
 @styled

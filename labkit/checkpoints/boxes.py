@@ -80,7 +80,7 @@ def in_whole(box: Box, shard: Shard | None) -> Box | None:
 
 
 def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> torch.Tensor:
-    """The view of `box` in `tensor`, which has `shape`, or is flat and begins at `start`."""
+    """The view of `box` in `tensor`, which has `shape` or is its flat slice from `start` on."""
     if tensor.shape == shape:
         slices = (slice(at, at + size) for at, size in zip(box.offsets, box.sizes))
         return tensor[tuple(slices)]
@@ -92,8 +92,8 @@ def view_of(tensor: torch.Tensor, shape: torch.Size, start: int, box: Box) -> to
 def placed_boxes(
     piece: OwnedPiece, tensor: torch.Tensor, most: int
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield each box of a slice in the whole parameter, without padding, and its view of `tensor`,
-    which has one element per element of the slice. `most`: as in `small_boxes`."""
+    """Yield the boxes of slice `piece`, placed in the whole parameter without padding, and the view
+    of each box in `tensor`, which has the slice's numel. `most`: as in `small_boxes`."""
     for local in small_boxes(piece.shape, piece.start, tensor.numel(), most):
         if (box := in_whole(local, piece.shard)) is not None:
             view = view_of(tensor, piece.shape, piece.start, local)

@@ -65,7 +65,7 @@ def save_checkpoint(
         comm: the ranks that together hold the model, such as `mesh.comm`; if None, the strategy's
             ranks, or all ranks if there is tensor parallelism, a Pipeline or no strategy.
         weights_only: refuse an `extra` or hyperparameter that torch.load(weights_only=True) would
-            refuse, such as an object of your own class. If False, load with False, too.
+            refuse, such as an object of your own class. If False, also load with False.
 
     Until the new checkpoint is complete, the previous one stays the latest. On every rank, raises
     ValueError for invalid arguments, and OSError, naming the file, if a write fails; a failed save
@@ -172,7 +172,7 @@ class PiecePlanner(DefaultSavePlanner):
         self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
 
     def _piece(self, path: Key, piece: OwnedPiece, tensor: torch.Tensor) -> None:
-        """Plan to write `tensor`, which has one element per element of the slice, to `path`."""
+        """Plan to write `tensor`, which has as many elements as the slice, to `path`."""
         key, tensor = self._key(path), tensor.detach()
         properties = metadata.TensorProperties(dtype=tensor.dtype)
         most = BOX_BYTES // tensor.element_size()

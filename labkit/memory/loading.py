@@ -57,7 +57,7 @@ class Waiting:
 
 @dataclass
 class Run:
-    """Result, memory and events of a run. `held_bytes`: in weight buffers on the device."""
+    """Result, memory and events of a run. `held_bytes`: size of weight buffers on the device."""
 
     value: Tensor
     held_bytes: int

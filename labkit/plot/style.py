@@ -116,7 +116,7 @@ def shade(op: str, number: int) -> str:
 
 
 def tint(color: str, white: float) -> str:
-    """`color` mixed with `white`, a fraction of white from 0 to 1."""
+    """`color` mixed with white; `white` is the fraction of white, from 0 to 1."""
     red, green, blue = (x + (1 - x) * white for x in to_rgb(color))
     return to_hex((red, green, blue)).upper()
 

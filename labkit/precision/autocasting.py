@@ -123,7 +123,7 @@ class _Casting(TorchFunctionMode):
         is_weight = x.is_leaf and x.requires_grad and x.dtype == torch.float32 and not x._is_view()
         if x.dtype == to or not is_weight or to == torch.float32:
             return x.to(to)
-        # A copy is reused only in the same grad mode, and until a write to the weight.
+        # A copy is reused only in the same grad mode, and only until the weight changes.
         key = (id(x), torch.is_grad_enabled(), to)
         _, version, copy = self.casts.get(key, (x, None, x))
         if version != x._version:
@@ -160,7 +160,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 
 def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
-    """Raise ValueError for an unsupported device or dtype, or if the device has no such matmul."""
+    """Raise ValueError unless autocast supports both and the device can run matmuls in `dtype`."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
             f"autocast has no op policy for {device_type!r}; it has one for "

@@ -51,7 +51,7 @@ def layer_forward_flops(
 
 
 def attention_core_flops(width: int, rows: int, sequence: int) -> int:
-    """FLOPs of one layer's q kᵀ and weights times v in forward: 4 b s² w."""
+    """FLOPs of one layer's two attention matmuls in forward, q kᵀ and softmax times v: 4 b s² w."""
     return 4 * rows * sequence**2 * width
 
 

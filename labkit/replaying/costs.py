@@ -39,7 +39,7 @@ ALGORITHMS = {  # per collective; the fastest is chosen
     "ring_exchange": ("next",),
     "barrier": ("dissemination",),
 }
-TREES = ("double_tree", "tree", "dissemination")  # of log2(n) steps, log2(nodes) cross nodes
+TREES = ("double_tree", "tree", "dissemination")  # log2(n) steps, log2(nodes) of them between nodes
 DIRECT = ("flat", "pairwise")  # every rank sends directly to its targets
 VERY_LONG_BYTES = 1 << 50
 T = TypeVar("T")

@@ -219,7 +219,7 @@ def _named(rank_trace: RankTrace, schedule: Schedule) -> Iterator[Span]:
 
 
 def _outermost(rank_trace: RankTrace) -> list[Span]:
-    """The outermost spans, in order of time. A "loss" span covers the time from forward to
+    """The outermost spans, in time order. A "loss" span covers the time from forward to
     backward, which every stage but the last spends waiting."""
     spans = [x for x in rank_trace.spans if x.depth == 0 and x.phase != "user"]
     return sorted(spans, key=lambda x: x.began_s)

@@ -256,7 +256,7 @@ class Dispatcher:
                 transport=transport.name, algorithm=call.algorithm,
             )  # fmt: skip
             clock = self._clock(x.device)
-            clock.mark(event, "issued_s", "began_s", "wait_began_s")  # last two may change
+            clock.mark(event, "issued_s", "began_s", "wait_began_s")  # the last two may change
         if board and note:
             board.enter(note, IN_FLIGHT if call.asynchronous else WAITED_FOR)
         if event:

@@ -1,5 +1,5 @@
 """State that the communicators of a process share, besides process groups: listeners, a modeled
-link and the board. Like a network card, each exists once per process.
+link and the board. Each of them exists once per process.
 """
 
 import os

@@ -118,8 +118,8 @@ def without_solutions(text: str, stub: str | None = None) -> str:
 
 
 def minutes(lab: Path) -> int:
-    """An estimate of a student's time in minutes, rounded to 5: one minute for 200 words, one for
-    each code cell, 15 for each exercise."""
+    """An estimate of a student's time in minutes, rounded to 5: one minute per 200 words, one per
+    code cell, 15 per exercise."""
     cells = student(lab).cells
     words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
     code = sum(cell.cell_type == "code" for cell in cells)

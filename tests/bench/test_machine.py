@@ -81,7 +81,7 @@ def test_what_says_too_little_is_refused() -> None:
     raises("at least 1 rank", measure_machine, 0)
     one_side_each = {Case("matmul", 64): 1.0, Case("matmul", 128, "float64"): 1.0}
     for known in ({}, one_side_each):
-        raises("one dtype at two sides or more", fit_matmuls, known)
+        raises("at least two matrix sizes of one dtype", fit_matmuls, known)
     for seconds, says in (
         ({(2, 64): 1.0, (4, 64): 1.0}, "two sizes or more, on two ranks"),
         ({(1, 64): 1.0, (1, 128): 1.0}, "two sizes or more, on two ranks"),

@@ -75,7 +75,7 @@ def test_a_world_too_large_for_a_cgroup_is_refused_and_doctor_names_it(cgroups: 
     with World(3) as world:
         assert world.run(lambda: Comm().rank) == [0, 1, 2]
     value = dict(examine().groups["machine"])["memory"]
-    assert value.endswith("0.3 GB free (the limit of a cgroup)")
+    assert value.endswith("0.3 GB free (cgroup limit)")
 
 
 def test_the_doctor_says_where_the_driver_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

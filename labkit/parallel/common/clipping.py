@@ -153,7 +153,7 @@ def norm_of_pieces(
     # max |g| or sum |g|^p of the shards per group; the last entry is for replicas.
     sums = torch.zeros(len(groups) + 1, dtype=torch.float64, device=like.device)
     for k, group in enumerate([*groups, None]):
-        # At least float32, since 16-bit dtypes keep 3 digits; then float64, so no power overflows.
+        # Norms in at least float32 (16-bit dtypes keep 3 digits); float64 powers do not overflow.
         norms = [
             vector_norm(x, p, dtype=torch.promote_types(x.dtype, torch.float32)).double()
             * (1.0 if factor is None or x.dtype not in LOW else factor)

@@ -114,10 +114,10 @@ class SequenceParts(CopiedMark):
 def _core_for(attention: Any, comm: Comm, way: Way) -> nn.Module:
     core = attention.core
     if isinstance(core, (RingAttention, Ulysses)):
-        raise ValueError("this model is context-parallel already; edit a model only once")
+        raise ValueError("this model is already context-parallel; edit a model only once")
     if getattr(vars(core).get("forward"), "runs_again_in_backward", False):
         raise ValueError(
-            "this model's attn.core is recomputed in backward already; call context_parallel "
+            "this model's attn.core is already recomputed in backward; call context_parallel "
             "first, then Recompute"
         )
     if way == "ulysses":

@@ -170,8 +170,8 @@ class DDP(GradReducer, Replica):
     @contextmanager
     def join(self, divide_by_active: bool = False) -> Iterator[None]:
         """Lets ranks run different numbers of steps in this block. All ranks end with the weights
-        of a rank that was active until the end. Optimizer states differ, so create a new one.
-        Divides gradients by the number of ranks or, with `divide_by_active`, of active ranks."""
+        of a rank that was active until the end. Optimizer states differ, so create a new
+        optimizer. Gradients are divided by the number of ranks, or of active ranks if requested."""
         device = self._parameters_to_average[0].device
         self._join = join = JoinCoordinator(self.comm, device, divide_by_active)
         try:

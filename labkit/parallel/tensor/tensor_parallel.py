@@ -59,7 +59,7 @@ def tensor_parallel(
         sequence: also shard the activations between `tokens` and `head` along the sequence, dim 1.
         gather_logits: whether every rank gets all logits, or only those of its vocabulary shard.
 
-    Raises ValueError if heads or widths are not divisible by t, if a layer is sharded already, has
+    Raises ValueError if heads or widths are not divisible by t, if a layer is already sharded, has
     unknown parameters or computes wrong values on a slice of its features (as a fused gate does),
     if a tie would be broken or there is nothing to shard; in forward, if s is not divisible by t
     or, in a `World` with checks, inputs differ between ranks."""
@@ -159,7 +159,7 @@ class ShardedForward:
         if self._call is None:
             if ownership.running_backward() is None:
                 return layers.columns([column], x)[0]
-            # Recompute of part of forward reruns some linears, perhaps without the row layer.
+            # Recomputing part of forward may rerun some linears without the row layer.
             self._call = None, None, {}
             ownership.at_end_of_backward(self._forget)
         self._begin()

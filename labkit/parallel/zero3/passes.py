@@ -40,7 +40,7 @@ class PendingGradients:
 
     def __init__(self) -> None:
         self._to_send: dict[int, dict[Flat, None]] = {}  # in send order
-        self._seen: dict[int, set[Unit]] = {}  # units used in that backward
+        self._seen: dict[int, set[Unit]] = {}  # units used in each backward
         self._in_flight: deque[Flat] = deque()
 
     def __bool__(self) -> bool:

@@ -37,7 +37,7 @@ class Unit:
         self.members, self.flats = members, flats
         self.trainable = [flat for flat in flats if flat.trainable]
         self.has_frozen = len(self.trainable) < len(flats)
-        self.frees_itself = False  # the last gradient freed the unit in the last backward
+        self.frees_itself = False  # whether the final gradient freed the unit in the last backward
         self.inputs = self.inputs_back = 0  # inputs of the last forward; input gradients so far
         self.has_run: set[nn.Module] = set()  # members run since the last gather
         self.awaited: set[Flat] = set()  # flats with gradients still expected in this backward

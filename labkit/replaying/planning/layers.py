@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 class LayerPass:
     """The forward or backward pass of one micro-batch through a layer, or its optimizer step."""
 
-    # In order of time: ("compute", Operation), ("issue" or "wait", CommEvent), and ("gradient",
+    # In time order: ("compute", Operation), ("issue" or "wait", CommEvent), and ("gradient",
     # elements) for a completed gradient.
     events: tuple[tuple[str, Any], ...]
     peak: Bytes  # peak, minus the bytes in use before the forward pass or the optimizer step

@@ -1,4 +1,4 @@
-"""Runs of lab 04's answers on ranks, and the results of a single process."""
+"""Runs lab 04's answers on ranks, and computes the results of a single process."""
 
 from collections.abc import Iterable
 from numbers import Integral
@@ -129,7 +129,7 @@ def expected_service(taken: list[int]) -> tuple[Tensor, dict[int, list[Tensor]]]
 # --- exercise 4: several servers
 
 SERVERS = 4
-BEST_BYTES = 10_709_952  # over the busiest link, for `sizes_of_gpt`: the best known
+BEST_BYTES = 10_709_952  # best known, over the busiest link, for `sizes_of_gpt`
 
 
 def sizes_of_gpt() -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs of lab 05's answers on ranks.
+"""Runs lab 05's answers on ranks.
 
 All ranks have the same small model; each rank has its shard of a batch of random rows.
 """
@@ -33,9 +33,9 @@ def after_backward(comm: Any, student: Student) -> tuple[Gradients, list[Tensor]
 
 
 def two_steps(comm: Any, student: Student) -> tuple[list[tuple[int, int, int, Gradients]], int]:
-    """Per step: the numbers of all-reduces started, blocking and waited for when backward reaches
-    the first layer, and the gradients. Also: how many of the last step's all-reduces are never
-    waited for."""
+    """Returns, for each step, how many all-reduces have been started, how many of these block and
+    how many have been waited for when backward reaches the first layer, and the gradients. Also
+    returns how many of the last step's all-reduces are never waited for."""
     model, steps = small_model(), []
     overlapped = student(comm, model)
     for step in range(2):

@@ -17,7 +17,7 @@ from labkit.replaying import Compute, Costs, Issue, run
 RANKS, TOKENS, MESSAGES = 32, 8192, 10
 ELEMENT_BYTES = 2  # gradients in 16 bits
 CLUSTERS = ("v100-cloud", "dgx-h100")  # with a slow and a fast link
-BEST_KB = 100_880  # the sum of both clusters' peaks: the best known
+BEST_KB = 100_880  # best known sum of both clusters' peaks
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Backward:
         return max(nbytes for _, nbytes in self.held_bytes(counts))
 
     def _sent_us(self, ends: Sequence[int], sizes: Sequence[int]) -> list[float]:
-        """The microsecond when each bucket has been sent, by the replay's clock."""
+        """When each bucket has been sent, in microseconds of the replay's clock."""
         program: list[Compute | Issue] = []
         now_us = 0.0
         for i, last in enumerate(ends[1:]):
@@ -93,7 +93,7 @@ def counts_of(ends: Sequence[int]) -> list[int]:
 
 
 def sent_in_buckets(comm: Any, student: Callable[..., Any], case: Backward) -> Any:
-    """The student's counts, after a reduce-scatter of each bucket, at 1/1000 of its size."""
+    """The student's counts, after a reduce-scatter of 1/1000 of each bucket's bytes."""
     counts = student(case, MESSAGES)
     if isinstance(counts, list) and all(isinstance(x, int) and x > 0 for x in counts):
         ends = [0, *accumulate(counts)]

@@ -1,4 +1,4 @@
-"""Runs of lab 07's answers on ranks, and the results of a single process."""
+"""Runs lab 07's answers on ranks, and computes the results of a single process."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -27,7 +27,7 @@ from .scenarios import (
     weights,
 )
 
-BEST_US = 169_739  # for choose_units: the best known
+BEST_US = 169_739  # best known score of choose_units
 
 
 # ---- gather_unit(comm, share, shapes)
@@ -40,7 +40,7 @@ def gather_unit(student: Student) -> Iterator[str]:
         ran = run(size, run_gather, student)
         expected_parameters, shapes = unit_parameters(), [tuple(shape) for shape in SHAPES]
         for rank, (returned, _) in enumerate(ran.values):
-            expected = f"a list of {len(expected_parameters)} tensors, of the shapes {shapes}"
+            expected = f"a list of {len(expected_parameters)} tensors, with shapes {shapes}"
             several(returned, len(expected_parameters), f"rank {rank} returned", expected)
         equal(
             [list(returned) for returned, _ in ran.values],

@@ -1,4 +1,4 @@
-"""Runs of lab 08's answers on ranks, a model's units as shares, and single-process results."""
+"""Runs lab 08's answers on ranks, shards a model's units, and computes the expected results."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -197,7 +197,7 @@ def gather_int8(student: Student) -> Iterator[str]:
                 f"a rank sends {max(ran.sent_bytes):,.0f} bytes to {size - 1} other ranks.",
                 expected=f"{expected_bytes:,}: 1 byte per element, 4 per block; fp32 would take "
                 f"{(size - 1) * 4 * numel:,}",
-                hint="Which dtype does the tensor that you send have?",
+                hint="What is the dtype of the tensor that you send?",
             )
     yield "every element within half a step of its block, on 2 and 3 ranks"
     yield "each rank sends (n-1) · (numel + 4 · blocks) bytes: about a quarter of fp32"

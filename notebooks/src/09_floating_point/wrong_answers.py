@@ -104,7 +104,7 @@ def repeats_the_sum(values, add, sub):
 Solution("09.gather_int8").slips("""
 truncates: A cast to int8 truncates
     .round() ->
-sends_fp32: Which dtype does the tensor that you send have?
+sends_fp32: What is the dtype of the tensor that you send?
     .to(torch.int8) ->
 one_level_too_many: values beyond this range wrap around
     * 127) -> * 128)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 STEPS, INTERVAL = 400, 20
 SPREAD, BELOW = 6.0, 26.0  # log2 of gradients: standard deviation; largest minus center
-BEST_LOST = 130_320  # of 4,000,000 gradients: the best known
+BEST_LOST = 130_320  # best known, of 4,000,000 gradients
 ZERO_LOG2, FP16_MAX = -25.0, 65504.0  # log2 of half of fp16's smallest number; fp16's largest
 
 

@@ -1,4 +1,4 @@
-"""Runs of lab 10's answers on ranks or in one process, and the correct results."""
+"""Runs lab 10's answers on ranks or in one process, and computes the correct results."""
 
 import random
 from typing import Any

@@ -170,8 +170,8 @@ MODEL_WIDTH, HEADS = 1024, 16
 
 @cache
 def u_shaped_costs() -> Costs:
-    """Costs by the formulas, for a model whose sequences shrink and grow again; a layer's working
-    memory is 1.5 times the activations that it keeps without recompute."""
+    """Costs, by formula, of a model whose sequences shrink and grow again. A layer's working memory
+    is 1.5 times the activations that it keeps without recompute."""
     blocks = []
     for sequence in SEQUENCES:
         kept = {

@@ -69,5 +69,5 @@ def models() -> list[Offloaded]:
 
 
 def stream_all(model: Offloaded) -> tuple[set[int], int]:
-    """Keep no block, load one ahead: the baseline."""
+    """Keep no blocks and load one block ahead: the baseline."""
     return set(), 1

@@ -33,7 +33,7 @@ WAYS = ("columns", "rows", "whole")
 RANKS, TOKENS = 2, 8
 CHAIN = (64, 16, 96, 256, 32, 32, 256, 96, 16, 64)  # features before, between and after 9 layers
 BUDGETS = (0.5, 0.52, 0.7)  # fraction of the chain's matrix elements that a rank may hold
-BEST_BYTES = 31_744  # sent by a rank, summed over the budgets: the minimum
+BEST_BYTES = 31_744  # minimum that a rank sends, summed over the budgets
 
 # (this layer, the next) -> communication of the tensor between them, in halves of an all-reduce
 TRAVELS = {

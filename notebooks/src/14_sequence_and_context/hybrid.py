@@ -1,5 +1,5 @@
-"""Jobs of context parallelism, and the exposed time of each choice: groups of u of the n ranks
-exchange tokens for heads (Ulysses), and rings of n/u ranks pass blocks around.
+"""Context-parallel jobs, and the exposed time for each u: groups of u of the n ranks exchange
+tokens for heads (Ulysses), and rings of n/u ranks pass blocks around.
 
               u neighbors: Ulysses              u = 1    only a ring
     ring      0  1  2  3                        u = n    only Ulysses
@@ -35,7 +35,7 @@ JOBS = {
     "a million tokens, 8 nodes": Job(1_048_576, 1, 32, 8, 128, 64, 8),
     "few key-value heads, one node": Job(32_768, 1, 64, 4, 128, 8, 8),
 }
-BEST_US = 8_766  # exposed, summed over the jobs: the minimum
+BEST_US = 8_766  # the least exposed time, summed over the jobs
 
 
 def link_of(job: Job, span: int) -> tuple[float, float]:

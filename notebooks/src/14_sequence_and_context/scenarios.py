@@ -1,4 +1,4 @@
-"""Runs of lab 14's answers on ranks, and the results of a single process."""
+"""Runs lab 14's answers on ranks, and computes the results of a single process."""
 
 from typing import Any, NamedTuple
 

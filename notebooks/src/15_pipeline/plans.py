@@ -1,4 +1,4 @@
-"""Jobs of a pipeline: step time and memory for a cut, a number of micro-batches, and recompute.
+"""Pipeline jobs: step time and memory for a cut, a number of micro-batches, and recompute or not.
 
     layers   3  1 1 1 1 1 1 1 1  4      a cut of 10 layers into 4 stages, [2, 3, 3, 2]
             ├──4──┤├─3──┤├─3──┤├─5─┤     every micro-batch waits for the slowest stage
@@ -53,7 +53,7 @@ JOBS = {
     ),
 }  # fmt: skip
 
-BEST_MS = 1_659  # total of all jobs' steps: the minimum within the budgets
+BEST_MS = 1_659  # minimum within the budgets, summed over the jobs' steps
 UNIFORM_MS = 2130.2  # the minimum if all jobs share m and recompute
 
 
@@ -75,7 +75,7 @@ def step_ms(job: Job, plan: Plan) -> float:
 
 
 def held_mb(job: Job, plan: Plan) -> float:
-    """The memory of the stage that holds most."""
+    """The memory of the stage that holds the most."""
     rows = job.rows / plan.microbatches
     held = []
     for weights, kept in zip(

@@ -1,4 +1,4 @@
-"""Runs of lab 15's answers on ranks, and single-process results."""
+"""Runs lab 15's answers on ranks, and computes the results of a single process."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Scores of lab 16's schedules, and their runs on ranks.
+"""Scores lab 16's schedules, and runs them on ranks.
 
 A replay scores a schedule by its idle time and by the peak number of micro-batches on a stage.
 

@@ -50,7 +50,7 @@ JOBS = {
     "long texts": Job(8, 4, 48.0, 32, 4096, 32, 32768, 64, 0.2),
     "nodes of two": Job(16, 2, 32.0, 24, 8192, 64, 2048, 128, 0.15),
 }
-BEST_PERCENT = 80  # of the rule of thumb's bytes: the minimum
+BEST_PERCENT = 80  # minimum, relative to the bytes of the rule of thumb
 TINY = Job(2, 2, 1.2e-4, 4, 16, 4, 8, 8, 0.45, element_bytes=8)  # runs on 4 ranks
 
 

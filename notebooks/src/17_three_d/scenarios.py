@@ -1,4 +1,4 @@
-"""Runs of lab 17's answers on the ranks of a mesh, and the correct results."""
+"""Runs lab 17's answers on the ranks of a mesh, and computes the correct results."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache

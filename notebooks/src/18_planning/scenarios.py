@@ -1,4 +1,4 @@
-"""Cases for the checks of lab 18, and the correct results by labkit.predict and by replay.
+"""Cases for lab 18's checks; the correct results are computed by `labkit.predict` or by replay.
 
 A case is a model with a layout. Most sizes (heads, blocks, rows, ranks) have a factor of 3 or 5, so
 that a formula that swaps two axes fails.

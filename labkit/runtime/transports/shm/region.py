@@ -149,7 +149,7 @@ _hinge = threading.Lock()
 
 
 def fence() -> None:
-    """A full fence: no load or store crosses a lock's release followed by an acquire."""
+    """A full memory fence: no load or store moves across a lock's release and next acquire."""
     with _hinge:
         pass
     with _hinge:

@@ -134,7 +134,7 @@ class Outbox(Ring):
 
 
 class Sent:
-    """A message in flight; its send completes when the message is taken."""
+    """A message in flight; the send completes when the receiver takes the message."""
 
     def __init__(self, outbox: Outbox, number: int, nbytes: int, writing: LaneWork | None = None):
         self._outbox, self._number = outbox, number
@@ -153,7 +153,7 @@ class Sent:
 
 
 class Inbox(Ring):
-    """The receiver's end of a ring: messages by tag, kept until requested."""
+    """The receiver's end of a ring: sorts messages by tag and keeps them until requested."""
 
     end = RECEIVER
 
@@ -184,8 +184,8 @@ class Inbox(Ring):
             self.wait(WRITTEN, read + 1, deadline_s)
 
     def read_without(self, received: "Received") -> int | None:
-        """Empty the ring. Returns None if `received` is done, else the bytes read so far, counted
-        under the lock because other threads also empty the ring; the message ends later."""
+        """Empty the ring. Returns None if `received` is done, else the number of bytes read so far.
+        Holds the lock meanwhile, because other threads also empty the ring."""
         with self._lock:
             if not received.done:
                 self._take_out()

@@ -90,9 +90,9 @@ def cluster_table(cluster: Cluster) -> Table:
             ("start of a collective", f"{link.start_s * 1e6:.1f} us", "start_s"),
         ]
     sources = {**link.sources, **device.sources}
-    shown = Table("of a rank", title=markup(cluster.title), title_justify="left")
-    shown.add_column("measured", justify="right")
-    shown.add_column("by")
+    shown = Table("per rank", title=markup(cluster.title), title_justify="left")
+    shown.add_column("value", justify="right")
+    shown.add_column("measured by")
     for name, value, source in rows:
         shown.add_row(name, value, sources[source].split("; measured on")[0])
     return shown

@@ -102,7 +102,7 @@ class Slots:
         return self.size + self._slot(rank)
 
     def _start(self, rank: int) -> int:
-        """First byte, in the data of the region, of the slot of `rank` for this piece."""
+        """The byte offset in the region's data at which `rank`'s slot for this piece begins."""
         return self._slot(rank) * self.slot_bytes
 
     def _address(self, rank: int, begin: int) -> int:

@@ -69,7 +69,7 @@ class Script:
 
 def _rank_magics(namespace: dict[str, Any]) -> Any:
     """`%%ranks` of `labkit.runtime.magics`, which asks IPython for no more than these names."""
-    from labkit.runtime import world  # noqa: F401, while IPython is what it is
+    from labkit.runtime import world  # noqa: F401, before IPython is replaced
 
     stand_ins: dict[str, dict[str, Any]] = {
         "IPython.core.error": {"UsageError": ValueError},

@@ -105,7 +105,7 @@ class SequenceParts(CopiedMark):
             raise ValueError(
                 f"ranks {list(self.comm.ranks)} use {name} on parts of the same sequences "
                 f"(context_parallel), but ranks {list(comm.ranks)} do not include all of them, so "
-                "its replicas would diverge; pass the strategy the data-parallel and the "
+                "its replicas would diverge; create the strategy over the data-parallel and "
                 "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, "
                 'mesh["dp", "cp"])'
             )

@@ -197,5 +197,5 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
         time.sleep(nap_s)
 
 
-# Yields the core, and Python's lock, to other threads.
+# Yields the core, and the GIL, to other threads.
 yield_core = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

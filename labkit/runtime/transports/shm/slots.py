@@ -125,7 +125,7 @@ class Slots:
 
 
 def copy(target: int, source: int, nbytes: int) -> int:
-    """Copy between addresses without holding Python's lock; return the bytes copied."""
+    """Copy between addresses without holding the GIL; return the bytes copied."""
     if nbytes:
         ctypes.memmove(target, source, nbytes)
     return nbytes

@@ -139,7 +139,7 @@ def _problem(script: Script, cell: Cell, expected: list[Any]) -> str:
     if value is not None and not before.endswith(HTML):
         now += repr(value)
     same = before.removesuffix(HTML).split() == now.split()
-    return "" if same else f"the solved edition has\n{before}\nand here it is\n{now}"
+    return "" if same else f"the solved edition has\n{before}\nbut this run has\n{now}"
 
 
 HTML = "<a page>"

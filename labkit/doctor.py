@@ -91,8 +91,8 @@ def cluster_table(cluster: Cluster) -> Table:
         ]
     sources = {**link.sources, **device.sources}
     shown = Table("per rank", title=markup(cluster.title), title_justify="left")
-    shown.add_column("measured", justify="right")
-    shown.add_column("by")
+    shown.add_column("value", justify="right")
+    shown.add_column("measured by")
     for name, value, source in rows:
         shown.add_row(name, value, sources[source].split("; measured on")[0])
     return shown
@@ -163,7 +163,7 @@ def _links(report: Findings) -> None:
     except (RankError, RuntimeError, OSError) as error:
         report.problems.append(f"two ranks could not communicate: {error}")
         return
-    report.add("ranks", "start of two ranks", f"{ready_s:.2f} s, the first time")
+    report.add("ranks", "startup of two ranks", f"{ready_s:.2f} s for the first World")
     report.add("ranks", "round trip of a message", f"{latency_s * 1e6:.0f} us")
     busbw = MESSAGE_BYTES / seconds / 1e9
     report.add("ranks", "all-reduce of 16 MiB", f"{seconds * 1e3:.1f} ms, {busbw:.2f} GB/s busbw")

@@ -65,7 +65,7 @@ def _about(trace: Trace) -> Rows:
     rows += [("seeds", str(about[key])) for key in ("seed", "seeds") if key in about]
     missing = trace.size - len(trace.ranks)
     rows.append(("ranks", f"{trace.size}" + (f", {missing} missing" if missing else "")))
-    where = sorted({f"{rank.device} of {rank.host or 'a host'}" for rank in trace.ranks.values()})
+    where = sorted({f"{rank.device} on {rank.host or 'a host'}" for rank in trace.ranks.values()})
     rows.append(("devices", ", ".join(where[:4]) + (" ..." if len(where) > 4 else "")))
     detailed = ", ".join(map(str, trace.steps(detail=True)))
     in_detail = f", in detail: step {detailed}" if detailed else ""

@@ -1,6 +1,6 @@
 """Time and peak memory of one attention layer, forward and backward, by sequence length:
-`PlainAttention` stores all scores, labkit's and torch's flash attention store none. Labkit's is
-written in Python, a tile at a time; torch's is one kernel.
+`PlainAttention` stores all scores, labkit's and torch's flash attention store none. labkit's
+runs in Python, one tile at a time; torch's is a single kernel.
 """
 
 import gc

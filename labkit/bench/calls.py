@@ -1,6 +1,6 @@
 """Collective calls for the benchmark, and expected results, computed without communication: inputs
 are seeded by rank, so every rank knows all inputs. Inputs are 0, 1 or 2, so that sums are exact in
-every dtype. Output that should receive no data must keep the value `UNTOUCHED`.
+every dtype. Output that a call must not write has to keep the value `UNTOUCHED`.
 """
 
 from collections.abc import Callable, Iterable

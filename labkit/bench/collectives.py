@@ -107,8 +107,8 @@ def bench_collectives(
 
     Args:
         sizes_bytes: total sizes of the operation; None: 4 KiB to 64 MiB by factors of 4.
-        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`; "default": labkit's choice;
-            None: all but "hierarchical". Ignored with NCCL. The backend's choice is always timed.
+        algorithms: names as in `comm.all_reduce(x, algorithm="ring")`, or "default" for labkit's
+            choice; None: all but "hierarchical". Ignored with NCCL. The backend is always timed.
         redop: "sum", "min", "max" or "product".
         turns: how many times each algorithm is timed, alternating with the others.
         check: count the elements that differ from the result computed without communication.

@@ -115,7 +115,7 @@ def table(measured: Sequence[StepTimes]) -> Table:
         measured,
         f"Data-parallel step, {ROWS} x {LENGTH} tokens per rank, in ms",
         "torch ZeRO-1 is ZeroRedundancyOptimizer with torch's DDP, FSDP2 is fully_shard; torch "
-        "uses gloo, or NCCL as labkit does. Alone: without communication. Ratio: median and "
+        "uses gloo, or NCCL if labkit does. Alone: without communication. Ratio: median and "
         "quartiles of the turns.",
         ("alone", lambda times, contest: f"{times.ms(FLOOR):.1f}"),
     )

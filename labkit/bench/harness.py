@@ -83,7 +83,7 @@ def take_turns(
     cases: Mapping[str, Callable[[], Samples]], turns: int, label: str = "", shuffled: bool = False
 ) -> dict[str, list[Samples]]:
     """Call each case once per turn; return its results by turn. `label` adds a progress bar.
-    `shuffled` varies the order, equally on all ranks, to vary the data cached before a case."""
+    `shuffled`: vary the order, equally on all ranks, so that cached data varies, too."""
     names, samples = list(cases), {name: list[Samples]() for name in cases}
     for turn in progress(range(turns), label) if label else range(turns):
         first = turn % len(names)

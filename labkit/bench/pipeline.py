@@ -33,7 +33,7 @@ from labkit.replaying.pipeline import pipeline_step_s, pipeline_trace
 from labkit.runtime.attach import attach
 from labkit.schedules import Action, received, schedule, virtual_stage
 
-ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # rows of the whole batch; GPT blocks (DEPTH)
+ROWS, LENGTH, VOCAB, DEPTH = 16, 64, 1024, 8  # ROWS per batch, DEPTH GPT blocks
 CHUNKS = {"interleaved": 2}  # 1 for other schedules
 MICROBATCHES = 8
 STEPS = 2  # per turn

@@ -69,7 +69,7 @@ def bench_transfers(
     Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
         raise ValueError(
-            f"mb={mb}, turns={turns}, gbps={gbps}: give 0 < mb <= 4000, turns >= 1 and gbps >= 0"
+            f"mb={mb}, turns={turns}, gbps={gbps}: pass 0 < mb <= 4000, turns >= 1 and gbps >= 0"
         )
     numel = int(mb * 1e6 / 4)
     if to not in DTYPES or to == "fp32":

@@ -186,7 +186,7 @@ class Contents:
         return (x for x in self.pieces if x.name in here and (first or x.shard is not None))
 
     def written_here(self) -> set[str]:
-        """First names of this rank's parameters that no earlier rank of the pipeline has."""
+        """Names of this rank's parameters, without those that an earlier pipeline rank has."""
         counts_here = self.pipeline.counts_here if self.pipeline else lambda p: True
         others = {name for name, p in self.named if not counts_here(p)}
         return {name for name, _ in self.named} - others

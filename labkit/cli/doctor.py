@@ -47,7 +47,7 @@ def doctor(
         findings = examining.examine()
     console.print(grouped_table("labkit doctor", findings.groups))
     for problem in findings.problems:
-        console.print(f"[red]wrong:[/] {markup(problem)}")
+        console.print(f"[red]problem:[/] {markup(problem)}")
     if findings.problems:
         raise typer.Exit(1)
     console.print("[green]No problems found.[/]")

@@ -1,5 +1,5 @@
 """Clusters in TOML files: labkit's own (known.toml, which shows the format), and yours. A file is
-validated before it is written, and reads back equal."""
+validated before it is written, and reads back unchanged."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def read_clusters(path: str | Path) -> dict[str, Cluster]:
 
 def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     """Write clusters, each under its own name, replacing the file. Raises ValueError, and writes
-    nothing, if the file would not read back equal, e.g. if a number lacks a source.
+    nothing, if the clusters would differ when read back, e.g. if a number lacks a source.
 
     >>> write_clusters("clusters.toml", {"selene": cluster("selene")})
     """
@@ -73,8 +73,8 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
     if _parse(data, path) != dict(clusters):
         raise ValueError(
-            f"{path}: these clusters would not read back equal; give each number a source, and "
-            "remove other sources"
+            f"{path}: these clusters would differ when read back; give each number a source, "
+            "and remove other sources"
         )
     Path(path).write_bytes(data)
 

@@ -130,7 +130,7 @@ class Comm:
             )
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
-            raise ValueError(f"subgroup: choose at least one rank, each once, not {list(ranks)}")
+            raise ValueError(f"subgroup: pass one or more distinct ranks, not {list(ranks)}")
         group = self._dispatcher.new_group([self.ranks[rank] for rank in chosen], shared)
         return Comm(group) if self.rank in chosen else None
 

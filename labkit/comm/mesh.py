@@ -47,7 +47,7 @@ class Mesh:
             if axis not in self._comms:
                 raise KeyError(f"this mesh has no axis {axis!r}; it has {', '.join(self._comms)}")
         if not asked or len(set(asked)) < len(asked):
-            raise KeyError(f"{list(asked)}: name at least one axis, each once")
+            raise KeyError(f"{list(asked)}: pass one or more distinct axes")
         several = tuple(axis for axis in self.sizes if axis in asked and self.sizes[axis] > 1)
         if len(several) < 2:  # the other axes have size 1
             return self._comms[several[0] if several else asked[0]]

@@ -93,7 +93,7 @@ def least_recompute(costs: Costs, budget_bytes: int, most_moved_bytes: int = 0) 
     if plan is None:
         least = smallest_budget(costs, most_moved_bytes)
         raise ValueError(
-            f"no plan fits into a budget of {budget_bytes:,} bytes; choose at least {least:,} "
+            f"no plan fits within a budget of {budget_bytes:,} bytes; choose at least {least:,} "
             "bytes, or make the batch smaller"
         )
     return plan

@@ -6,7 +6,7 @@
 
 A block's level is the memory held when its forward begins, except for the block's input (kept or
 dropped by its choice) and bytes in flight to the host. Its need is the peak of its forward or
-backward above that level. Earlier blocks' choices do not change it: one step per choice suffices.
+backward above that level. Earlier choices do not change this need: one step per choice suffices.
 """
 
 import weakref

@@ -81,7 +81,7 @@ def _colors(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def _places(sizes: Mapping[str, int]) -> list[Place]:
-    """Lay out the innermost axis to the right, outer axes right or down, in a wide shape."""
+    """Lay out the innermost axis to the right, outer axes right or down, in a wide figure."""
     step, extent = {}, [1.0, 1.0]
     for depth, axis in enumerate(reversed(list(sizes))):
         along = 0 if not depth or extent[0] < 1.6 * extent[1] else 1

@@ -48,9 +48,9 @@ def unscale(trained: Trained, scale: float) -> torch.Tensor | None:
     if any(x.dtype == torch.float16 for x in unscaled_here):
         raise ValueError(
             f"GradScaler: {type(trained).__name__} has float16 gradients, and dividing them by "
-            "the scale in float16 would lose the small ones again. Keep float32 weights and "
+            "the scale in float16 would lose small gradients again. Keep float32 weights and "
             "compute in float16 (autocast), or pass a float16 model's parameters to "
-            "MasterWeights(params, torch.optim.AdamW, ...), and unscale_ that optimizer"
+            "MasterWeights(params, torch.optim.AdamW, ...) and call unscale_ on that optimizer"
         )
     if low and isinstance(trained, ShadowOptimizer):
         trained.gradient_factor = 1 / scale

@@ -43,7 +43,7 @@ def ddp_step_s(
 def ddp_step_without_overlap_s(
     forward_s: float, backward_s: float, communication_s: float, optimizer_s: float = 0.0
 ) -> float:
-    """Seconds of a step that sends gradients after backward, as NaiveDDP does: the sum."""
+    """Seconds of a step that sends gradients only after backward, as NaiveDDP does."""
     return ddp_step_s(forward_s, backward_s, communication_s, 1, optimizer_s)
 
 

@@ -57,7 +57,7 @@ def replay(
     if trace.size > where.size:
         raise ValueError(
             f"{trace.size} ranks do not fit on {where.title}, which has {where.nodes} x "
-            f"{where.devices_per_node} devices; use a larger one, such as dataclasses.replace("
+            f"{where.devices_per_node} devices; use a larger cluster: dataclasses.replace("
             "cluster, nodes=...), or measure yours with `labkit doctor --cluster FILE --ranks "
             f"{trace.size}`"
         )

@@ -143,7 +143,7 @@ class Dispatcher:
 
     def compare(self, what: str, value: Callable[[], str]) -> None:
         """Raises CollectiveMismatch if `value()` differs between ranks."""
-        seq = next(self._collectives)  # even without a board, so that recorded numbers agree
+        seq = next(self._collectives)  # even without a board, so that sequence numbers agree
         if here.board is not None:
             with here.carrying():  # this is not part of the program
                 text = f"{what} {value()}"

@@ -42,7 +42,7 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     backend = asked_for("backend", backend, "gloo", "nccl")
     device = asked_for("device", device, "cpu", "cuda")
     if device == "cuda" and not gpus:
-        raise ValueError('device="cuda": torch finds no GPU; leave it out, or see labkit doctor')
+        raise ValueError('device="cuda": torch finds no GPU; omit device, or see labkit doctor')
     if backend == "nccl":
         if device == "cpu":
             raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
@@ -121,7 +121,7 @@ def check_transport(source: str, name: str | None) -> None:
     if name not in (None, "", *TRANSPORTS):
         raise ValueError(
             f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
-            "(messages), or leave it out for the best one here"
+            "(messages); if omitted, labkit picks one"
         )
 
 
@@ -150,8 +150,8 @@ def check_size(size: int) -> None:
     if size > fitting:
         raise ValueError(
             f"World({size}): {size:,} ranks are too many for this machine. A rank takes about "
-            f"{RANK_BYTES / 1e6:.0f} MB and {free_bytes / 1e9:.1f} GB are free (of the cgroup's "
-            f"limit, where that is less): choose up to {min(fitting, MAX_RANKS)}."
+            f"{RANK_BYTES / 1e6:.0f} MB, and {free_bytes / 1e9:.1f} GB are free (or left in the "
+            f"cgroup, if less): choose up to {min(fitting, MAX_RANKS)}."
         )
     if size > MAX_RANKS:
         raise ValueError(f"World({size}): choose at most {MAX_RANKS} ranks for one machine")

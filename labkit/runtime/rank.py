@@ -114,7 +114,7 @@ def _start_up(spec: Spec) -> Channel:
         if device.type == "cuda":
             device = torch.device("cuda", spec.rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
-            # torch warns once per thread, and then sets the missing CUDA context itself.
+            # torch warns once per thread, then sets the missing CUDA context itself.
             warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no")
         here.link = spec.link
         here.shared = Path(spec.shared) if spec.shared else None

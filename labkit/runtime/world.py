@@ -254,7 +254,7 @@ class World:
         except KeyboardInterrupt:
             were = "1 rank was" if self.size == 1 else f"{self.size} ranks were"
             raise RankInterrupt(
-                f"interrupted; the {were} stopped, and the next run starts new ones"
+                f"interrupted; the {were} stopped, and the next run starts new ranks"
             ) from None
         finally:
             if not keep:

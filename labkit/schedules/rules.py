@@ -5,7 +5,7 @@
     known actions            phases that exist, micro-batches and chunks counted from 0
     exactly once             each stage runs one forward per micro-batch and chunk, and one
                              backward, whole or as its halves, input and weight
-    one backward             never backward and also a half: gradients would count twice
+    one backward             a whole backward or its halves, not both: gradients would count twice
     all update or none       every micro-batch has an update on every stage, or none has one
     backward after forward   of the same micro-batch and chunk, on each stage
     weight after input       of the same micro-batch and chunk

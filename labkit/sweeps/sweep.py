@@ -4,7 +4,7 @@
     busbw = algbw x factor        comparable with a link's peak rate for any number of ranks
 
 S and the factors follow nccl-tests (doc/PERFORMANCE.md or, for gather, scatter, send and receive,
-src/*.cu). S is the total size, of n shards if an operation takes shards. labkit adds
+src/*.cu). S is the total size: of all n shards, if an operation takes shards. labkit adds
 `there_and_back`: a message of S bytes from an even rank to the next, and a reply of S bytes.
 """
 

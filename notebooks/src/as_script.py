@@ -69,7 +69,7 @@ class Script:
 
 def _rank_magics(namespace: dict[str, Any]) -> Any:
     """`%%ranks` of `labkit.runtime.magics`, which asks IPython for no more than these names."""
-    from labkit.runtime import world  # noqa: F401, while IPython is what it is
+    from labkit.runtime import world  # noqa: F401, before IPython is replaced
 
     stand_ins: dict[str, dict[str, Any]] = {
         "IPython.core.error": {"UsageError": ValueError},
@@ -139,7 +139,7 @@ def _problem(script: Script, cell: Cell, expected: list[Any]) -> str:
     if value is not None and not before.endswith(HTML):
         now += repr(value)
     same = before.removesuffix(HTML).split() == now.split()
-    return "" if same else f"the solved edition has\n{before}\nand here it is\n{now}"
+    return "" if same else f"the solved edition has\n{before}\nbut this run has\n{now}"
 
 
 HTML = "<a page>"

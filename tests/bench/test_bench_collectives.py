@@ -288,7 +288,7 @@ def test_the_command_measures_and_fits(tmp_path: Path, monkeypatch: pytest.Monke
         f"--save={saved} --plot={picture} --fit --table={table}"
     )
     for said in ("size, B", "#wrong", "gloo's own", "alpha, us", "export LABKIT_TABLE=",
-                 'applies to messages, as in World(n, transport="gloo")'):  # fmt: skip
+                 'Only messages use the table, as in World(n, transport="gloo")'):  # fmt: skip
         assert said in shown
     swept = read_sweep(saved)
     assert swept.about["transport"] == "gloo"

@@ -194,7 +194,7 @@ def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
     done = CliRunner().invoke(app, ["doctor"])
     for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
         assert words in done.output
-    assert done.exit_code == (1 if "wrong:" in done.output else 0)
+    assert done.exit_code == (1 if "problem:" in done.output else 0)
 
 
 def test_doctor_writes_what_it_measured_as_a_cluster(

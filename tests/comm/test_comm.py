@@ -459,8 +459,8 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
         "only tensors can be sent, not bool": lambda: c.all_gather([True] * 2, ones(1)),
         "only tensors can be sent, not str": lambda: c.all_gather([ones(1)] * 2, "x"),
         "cannot move meta tensors": lambda: c.all_reduce(ones(3, device="meta")),
-        "subgroup: choose at least one rank, each once, not [0, 0]": lambda: c.subgroup([0, 0]),
-        "subgroup: choose at least one rank, each once, not []": lambda: c.subgroup([]),
+        "subgroup: pass one or more distinct ranks, not [0, 0]": lambda: c.subgroup([0, 0]),
+        "subgroup: pass one or more distinct ranks, not []": lambda: c.subgroup([]),
         "rank 7 is not in this group": lambda: c.subgroup([0, 7]),
         "scatter: ins has length 1; pass": lambda: c.scatter(ones(3), [ones(3)], rank),
         f"gather: rank {rank} must pass outs, one tensor for each rank":

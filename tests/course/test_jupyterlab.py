@@ -144,7 +144,7 @@ def test_the_stop_button_ends_a_hang_and_the_next_cell_runs(lab: JupyterLab, pic
         opened.tool("notebook:interrupt-kernel")
         stopped = opened.wait_for(lambda cells: not cells[1].running, "the hang ended")
         assert stopped[1].error == "RankInterrupt"
-        assert "the 2 ranks were stopped, and the next run starts new ones" in stopped[1].text
+        assert "the 2 ranks were stopped, and the next run starts new ranks" in stopped[1].text
         assert stopped[2].count is None, "a cell after the stopped cell has run"
 
         opened.select(2)

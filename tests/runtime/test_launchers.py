@@ -202,9 +202,9 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
         space, wire, file = f"{prefix}h{i}", f"{prefix}v{i}", tmp_path / f"h{i}"
         file.write_text(f"127.0.0.1 localhost\n127.0.1.1 h{i}\n10.9.0.{j} h{j}\n")
         setup += (
-            f" && ip netns add {space} && ip link set {wire} netns {space} && ip -n {space} link set "
-            f"lo up && ip -n {space} addr add 10.9.0.{i}/24 dev {wire} && ip -n {space} link set "
-            f"{wire} up"
+            f" && ip netns add {space} && ip link set {wire} netns {space}"
+            f" && ip -n {space} link set lo up && ip -n {space} addr add 10.9.0.{i}/24 dev {wire}"
+            f" && ip -n {space} link set {wire} up"
         )
         inside = f"hostname h{i}; mount --bind {file} /etc/hosts; exec $0 $@"
         words.append(["ip", "netns", "exec", space, "unshare", "-um", "sh", "-c", inside])

@@ -90,7 +90,7 @@ def double(wire: Wire, x: torch.Tensor, bounds: list[int], tag: int) -> Algorith
 
 def bruck_all_gather(wire: Wire, chunks: Chunks, tag: int) -> Algorithm:
     """Works for any n. Keep chunks in ring order, starting with this rank's. Each round doubles the
-    chunks held by fetching from the rank 1, 2, 4, ... ahead; the last round fetches the rest.
+    number of chunks by fetching from the rank 1, 2, 4, ... ahead; the last round fetches the rest.
     Cost: ceil(log2 n) alpha + (n-1)/n S beta, plus a copy of S bytes to sort the chunks by rank.
 
         at first     0: c0           1: c1           2: c2

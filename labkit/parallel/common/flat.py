@@ -64,8 +64,8 @@ class FlatPartition:
 
 
 def cut(parameters: Sequence[P], bucket_bytes: float) -> list[list[P]]:
-    """Groups parameters, in reverse order, into buckets of one dtype and device, each of at most
-    `bucket_bytes` or one larger parameter. Raises ValueError unless `bucket_bytes` > 0."""
+    """Groups parameters, in reverse order, into buckets of one dtype and device. A bucket has at
+    most `bucket_bytes`, or one larger parameter. Raises ValueError unless `bucket_bytes` > 0."""
     if not bucket_bytes > 0:
         raise ValueError(f"bucket_mb={bucket_bytes / MB:g}: choose more than 0 MiB; 25 is usual")
     full: list[list[P]] = []

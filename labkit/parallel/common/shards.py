@@ -99,8 +99,8 @@ class Shard(CopiedMark):
         if len({*self.comm.ranks} & {*comm.ranks}) > 1:
             raise ValueError(
                 f"{name} is sharded over ranks {list(self.comm.ranks)}, so ranks "
-                f"{list(comm.ranks)} are not replicas of each other; pass the strategy the "
-                "data-parallel axis of a mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
+                f"{list(comm.ranks)} are not replicas of each other; create the strategy over "
+                "the data-parallel axis of a mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
             )
 
 

@@ -15,7 +15,7 @@ holds 1/n of the activations. Only attention needs other ranks' tokens, so its c
     x, y = (sequence_shard(t, comm) for t in (x, y))        # are means over equally many tokens,
     F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()    # so their average is exact
 
-On a mesh, pass DDP, ZeroOptimizer or ZeRO3 the data- and context-parallel ranks combined,
+On a mesh, create DDP, ZeroOptimizer or ZeRO3 over the combined data- and context-parallel ranks,
 `mesh["dp", "cp"]`; a strategy over fewer ranks raises ValueError:
 
     ranks of Mesh(dp=2, cp=2)     averaged over mesh.dp      0, 2 │ 1, 3     0 and 1 diverge
@@ -105,7 +105,7 @@ class SequenceParts(CopiedMark):
             raise ValueError(
                 f"ranks {list(self.comm.ranks)} use {name} on parts of the same sequences "
                 f"(context_parallel), but ranks {list(comm.ranks)} do not include all of them, so "
-                "its replicas would diverge; pass the strategy the data-parallel and the "
+                "its replicas would diverge; create the strategy over the data-parallel and "
                 "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, "
                 'mesh["dp", "cp"])'
             )

@@ -135,7 +135,7 @@ class ZeroBucket(ParamShare, GradBuffer):
         return p.grad is not None
 
     def own_gradients(self, averaged: Tensor | None = None) -> list[Tensor | None]:
-        """The averaged gradient of each piece, or None."""
+        """The averaged gradient, or None, for each slice of this rank's share."""
         averaged = self.averaged if averaged is None else averaged
         return [
             averaged[piece.at : piece.at + piece.numel] if self.has_gradient(p) else None

@@ -5,8 +5,8 @@
         stage 1 shards optimizer state               2P + 2P + 12P/n        4P + 4P + 8P/n
         stage 2 also shards gradients                2P + (2P + 12P)/n      4P + (4P + 8P)/n
 
-An all-reduce is a reduce-scatter followed by an all-gather. After the reduce-scatter each rank has
-the averages of one share and can step on it, so ZeRO gathers parameters instead of gradients:
+An all-reduce is a reduce-scatter and an all-gather. After the reduce-scatter each rank has a share
+of the averaged gradients and can update these parameters, so ZeRO gathers parameters instead:
 
         rank 1   | backward: g9 g8 g7 | g6 g5 g4 | g3 ...  | step on share 1 |
                          [ reduce-scatter ][ reduce-scatter ]        [ all-gather of parameters ]

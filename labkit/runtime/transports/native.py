@@ -25,8 +25,8 @@ class Native(Transport):
     def choose(self, collective: str, nbytes: int, x: Kind, asked: str) -> Chosen:
         if asked not in ("", self.name):
             raise ValueError(
-                f"{collective} by {asked!r}: {self.name} chooses its algorithms itself, or by "
-                "NCCL_ALGO; omit `algorithm`, or use a gloo group"
+                f"{collective} by {asked!r}: {self.name} chooses its own algorithms (for NCCL, "
+                "see NCCL_ALGO); omit `algorithm`, or use a gloo group"
             )
         return self, self.name
 

@@ -148,7 +148,7 @@ def _waited_for_all(arrived: list[int], rank: int, size: int, late: int) -> None
                 expected=f"rank {rank} waits for rank {late}, which arrives late",
                 hint="Keys stay in the store: do both barriers use the same keys?"
                 if number == 2
-                else "Which rank knows that all have arrived, and how do the others learn it?",
+                else "Which rank knows that all have arrived? How do the others find out?",
             )
 
 

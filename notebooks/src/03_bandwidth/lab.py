@@ -335,7 +335,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # For small messages the time hardly depends on the size: it is almost entirely a fixed cost per
 # step. For large messages busbw approaches the link's speed, and this is what busbw is for: once
 # it is close, no algorithm with the same traffic can be much faster. (`labkit bench collectives`
-# measures such a table for all operations.)
+# measures this table for all collectives.)
 #
 # Now check your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link
 # of that speed.
@@ -671,8 +671,8 @@ report("03")
 # ```sh
 # NCCL_DEBUG=INFO torchrun --nproc-per-node 8 train.py 2>&1 | tee nccl.log
 # labkit nccl-log nccl.log            # a table, and nccl.png with rings and trees
-# nvidia-smi topo -m                  # how GPUs and cards are connected
-# all_reduce_perf -b 8 -e 1G -f 2 -g 8    # of nccl-tests: algbw and busbw by size
+# nvidia-smi topo -m                  # how GPUs and network cards are connected
+# all_reduce_perf -b 8 -e 1G -f 2 -g 8    # from nccl-tests: algbw and busbw by size
 # ```
 #
 # If busbw at 1 GB is far below the link's speed, look in the log for the links that the messages

@@ -63,7 +63,7 @@ def average_in_buckets(student: Student) -> Iterator[str]:
                     "the wrong sizes.",
                     expected=f"messages of {expected_bytes} bytes",
                     found=sent,
-                    hint="Which gradient does backward compute first? Does it keep the dtype?",
+                    hint="Which gradient does backward compute first? Do buckets keep the dtype?",
                 )
         _check_bytes(size, sum(ran.sent_bytes))
     yield "the same gradients, on 2, 3 and 4 ranks"

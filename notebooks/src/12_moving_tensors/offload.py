@@ -52,8 +52,8 @@ class Offloaded:
 @cache
 def models() -> list[Offloaded]:
     """A GPT in which every fourth block has experts, with 2.3 times the bytes and 1.5 times the
-    time, for few or many tokens per pass, in fp16. The bus has 25 GB/s (PCIe 4.0: 31.5), and 5 of
-    10.7 GB fit.
+    time, for few or many tokens per pass, in fp16. The bus has 25 GB/s (PCIe 4.0: 31.5), and
+    5 of the 10.7 GB fit on the device.
     """
     width, blocks = 4096, 20
     dense, experts = 2 * 12 * width**2, 2 * (4 + 8 * 3) * width**2

@@ -141,10 +141,10 @@ def _check_sends(where: str, stage: StageRun, call: str, sends: bool) -> None:
             expected=f"{MICROBATCHES} times, once per micro-batch",
         )
     if sends and any(sent < k for k, sent in enumerate(stage.sent_before)):
-        late = next(k for k, sent in enumerate(stage.sent_before) if sent < k)
+        late, sent = next((k, sent) for k, sent in enumerate(stage.sent_before) if sent < k)
         fail(
-            f"{where} has sent {stage.sent_before[late]} when it starts micro-batch {late}.",
-            expected=f"{late} sent: send each micro-batch as soon as it is computed",
+            f"{where} starts micro-batch {late} after only {sent} send{'s' * (sent != 1)}.",
+            expected=f"{late}: send each micro-batch as soon as it is computed",
             hint="A neighbor waits for it. Receive, compute and send each micro-batch in turn.",
         )
     expected_bytes = BOUNDARY_BYTES if sends else 0

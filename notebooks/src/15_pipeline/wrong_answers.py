@@ -65,7 +65,7 @@ keeps_y_detached: rank 0, micro-batch 0: y has no graph
     kept.append((x, y)) -> kept.append((x, y.detach()))
 never_receives: Other ranks receive into the tensors in xs
     return [(x.requires_grad_(), stage(x)) for x in xs]
-computes_all_then_sends_all: rank 0 has sent 0 when it starts micro-batch 1
+computes_all_then_sends_all: rank 0 starts micro-batch 1 after only 0 sends
     comm.send(y.detach(), comm.rank + 1) -> pass
     return kept ->
         if comm.rank < comm.size - 1:
@@ -152,7 +152,7 @@ multiplies_only: also divide by the batch's rows
     / sum(rows) ->
 does_nothing: the weight has no gradient
     return None
-sends_at_the_end: has sent 0 when it starts micro-batch 1
+sends_at_the_end: starts micro-batch 1 after only 0 sends
     comm.send(x.grad, comm.rank - 1) ->
         for x, _ in kept if k == len(kept) - 1 else ():
             comm.send(x.grad, comm.rank - 1)

@@ -164,7 +164,7 @@ def _check_warm_ups(where: str, found: list[int], p: int, m: int, chunks: int) -
             fail(
                 f"{where}, stage {stage} warms up with {found[stage]} forwards and holds {most:g} "
                 "micro-batches.",
-                expected=f"{enough:g}: with fewer forwards, the step is as short",
+                expected=f"{enough:g}: with fewer forwards, the step takes no longer",
             )
 
 

@@ -42,7 +42,7 @@ one_per_following_stage: stages are idle for 2.5 if messages take time
     2 * (stages - 1 - stage) -> stages - 1 - stage
 the_last_stage_for_all: if messages are free
     + 2 * (stages - 1 - stage) ->
-one_group_more: with fewer forwards, the step is as short
+one_group_more: with fewer forwards, the step takes no longer
     (chunks - 1) * stages -> chunks * stages
 forgets_the_limit: the number of its forwards
     return (chunks - 1) * stages + 2 * (stages - 1 - stage)

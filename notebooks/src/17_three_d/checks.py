@@ -90,8 +90,8 @@ SENT_HINTS = {
     "pipeline": "A stage sends activations to the next stage and their gradients to the previous "
     "stage; the first and last stages have one neighbor.",
     "data": "One all-reduce of this rank's gradients over its replicas.",
-    "embedding": "An all-reduce between two ranks, of this rank's rows of the table: on the first "
-    "and last stages, unless there is only one stage.",
+    "embedding": "With more than one stage, the first and last stages all-reduce the gradient of "
+    "this rank's rows of the embedding table, over two ranks.",
 }
 
 

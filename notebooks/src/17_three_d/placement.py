@@ -72,8 +72,8 @@ def idle(job: Job, axes: Mapping[str, int]) -> float:
 
 
 def sent_by_a_rank(job: Job, axes: Mapping[str, int]) -> dict[str, float]:
-    """Bytes that a rank sends to the next rank on each axis in a step; on pp, only
-    activations, and as many bytes of gradients return."""
+    """Bytes that a rank sends to the next rank on each axis in a step. On pp, only
+    activations count: their gradients take as many bytes back."""
     x = job.rows // axes["dp"] * job.context * job.width * job.element_bytes  # [all rows, s, w]
     reduced = {axis: 2 * (n - 1) / n for axis, n in axes.items()}
     return {

@@ -135,7 +135,7 @@ def _time_hint(step: float, case: Case) -> str:
         "Add the time in which a stage waits for collectives.": (3 + again) * FORWARD_S,
         "A backward waits for tensor parallelism, too.": 3 * FORWARD_S + TENSOR_S
         + again * forward,
-        'layout.recompute is "none" or "full", both true as conditions: compare it with "full".':
+        'layout.recompute is "none" or "full", both truthy: compare it with "full".':
         2 * forward + 2 * FORWARD_S + TENSOR_S,
     }  # fmt: skip
     microbatch_counts = {

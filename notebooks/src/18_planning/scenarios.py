@@ -161,7 +161,7 @@ def candidates() -> list[Candidate]:
 
 
 def why_invalid(candidate: Candidate) -> str:
-    """Why the candidate cannot run, by labkit's planner or the memory limit; "" if it can."""
+    """Why the planner or the memory limit rules out the candidate; "" if it can run."""
     (sizes, layout, rows), gpus, budget_bytes = candidate
     try:
         layouts(

@@ -1,19 +1,19 @@
 """Memory shared by several processes: words that announce progress, followed by data.
 
-Each process opens or creates the file, sets its size (new bytes are zero) and writes "I have it".
+Each process opens or creates the file, sets its size (new bytes are zero) and announces HERE.
 The first process to see that all have mapped the file deletes its name; the memory lives while any
 process maps it, so that nothing remains, however the ranks end.
 
 Each word has one writer, which uses a single aligned store, so no lock is needed. A reader polls
 for a while (the word often changes within microseconds), then sleeps until the writer wakes it: on
 Linux by futex ("sleep while this word is 7", "wake the sleepers on this word"), elsewhere in naps
-of growing length. A waiting rank thus leaves its core, and Python's lock, to other threads.
+of growing length. A waiting rank thus leaves its core, and the GIL, to other threads.
 
     writer                                    reader
-    copies the data                           word < expected: add 1 to my count of sleepers
+    copies the data                           word < expected: add 1 to its sleeper count
     fence                                     fence
     word = 7                                  sleep while the word is unchanged
-    fence                                     awake: subtract 1 from my count; look again
+    fence                                     awake: subtract 1 from that count; look again
     any sleepers? wake those on this word     fence; read the data
 
 Without the fences, the processor may reorder loads and stores: a reader could see the word before
@@ -36,7 +36,7 @@ import torch
 
 WORD_BYTES = 8
 ALIGNED = 64  # bytes of a cache line, to which each rank's data is aligned
-HERE, GONE = 1, 2  # state of a process: "I have it mapped", "I gave up, for good"
+HERE, GONE = 1, 2  # state of a process: it has mapped the file; it has given up, for good
 LOOKS, TURNS = 40, 12  # polls before yielding the core, and number of yields
 X86 = platform.machine() in ("x86_64", "AMD64")
 SLEEP_S = 0.1  # time after which a sleeper polls again
@@ -197,5 +197,5 @@ def sleep(address: int, seen: int, nap_s: float) -> None:
         time.sleep(nap_s)
 
 
-# Yields the core, and Python's lock, to other threads.
+# Yields the core, and the GIL, to other threads.
 yield_core = ctypes.CDLL(None).sched_yield if os.name == "posix" else partial(time.sleep, 0)

@@ -215,7 +215,7 @@ class Inbox(Ring):
             self.region.announce(READ, self._read)
 
     def _expect(self, tag: int, nbytes: int) -> "Arriving":
-        """The message that begins here, to be read into its receive's tensor or private memory."""
+        """The next message, to be read into the posted receive's tensor or into private memory."""
         self._messages += 1
         received = self._wanted[tag].popleft() if self._wanted[tag] else None
         if received is not None and received.x.nbytes == nbytes:
@@ -228,7 +228,7 @@ class Inbox(Ring):
         return message
 
     def _hand_over(self, message: "Arriving") -> None:
-        """Mark the message as taken if it is complete and has a receive."""
+        """Complete the matching receive, if posted, once all bytes of the message have arrived."""
         received = message.receive
         if received is None or message.left_bytes:
             return

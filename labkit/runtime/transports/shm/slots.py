@@ -6,9 +6,9 @@ A collective is split into pieces that fit a slot. Pieces are numbered over the 
 identically on all ranks; piece p uses slot p modulo 2. For every piece, each rank announces three
 stages in its word, as 3 p + stage:
 
-    FILLED    the data for other ranks is in my slot
-    REDUCED   my slice of the result is in my slot
-    DONE      I no longer need the other ranks' slots
+    FILLED    this rank's data for other ranks is in its slot
+    REDUCED   this rank's slice of the result is in its slot
+    DONE      this rank no longer needs other ranks' slots
 
 Two slots let a rank fill the next piece while other ranks still read the current piece: a slot is
 rewritten only after all ranks are DONE with its piece.
@@ -102,7 +102,7 @@ class Slots:
         return self.size + self._slot(rank)
 
     def _start(self, rank: int) -> int:
-        """Byte offset, in the region's data, of the slot of `rank` for this piece."""
+        """The byte offset in the region's data at which `rank`'s slot for this piece begins."""
         return self._slot(rank) * self.slot_bytes
 
     def _address(self, rank: int, begin: int) -> int:
@@ -125,7 +125,7 @@ class Slots:
 
 
 def copy(target: int, source: int, nbytes: int) -> int:
-    """Copy between addresses without holding Python's lock; return the bytes copied."""
+    """Copy between addresses without holding the GIL; return the bytes copied."""
     if nbytes:
         ctypes.memmove(target, source, nbytes)
     return nbytes

@@ -4,9 +4,11 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import repeat
@@ -24,6 +26,7 @@ from labkit.foreign import check_output, markup
 from labkit.runtime.attach import attach
 from labkit.runtime.channel import loopback
 from labkit.runtime.errors import RankError
+from labkit.runtime.launchers import check_alone, interface_towards, launched
 from labkit.runtime.pick import available_bytes, check_size, pick, pick_transport
 from labkit.runtime.world import World
 
@@ -46,7 +49,7 @@ class Findings:
 def examine() -> Findings:
     """Examine versions, hardware, backends, and communication in a real world of two ranks."""
     report = Findings()
-    for examine_part in (_versions, _hardware, _picks, _links):
+    for examine_part in (_versions, _hardware, _job, _picks, _links):
         examine_part(report)
     return report
 
@@ -136,6 +139,43 @@ def _hardware(report: Findings) -> None:
         report.problems.append(
             "there is an NVIDIA driver, but torch sees no GPU: this may be a CPU build of torch"
         )
+
+
+def _job(report: Findings) -> None:
+    """Addresses, limits and settings; and this process's rank, if a launcher has started it."""
+    report.add("network", "host", socket.gethostname())
+    for name, ends in psutil.net_if_addrs().items():
+        addresses = [x.address for x in ends if x.family in (socket.AF_INET, socket.AF_INET6)]
+        if addresses:
+            report.add("network", name, ", ".join(addresses))
+    for name, limit in (
+        ("open files", "RLIMIT_NOFILE"),
+        ("locked memory, bytes", "RLIMIT_MEMLOCK"),
+    ):
+        with suppress(ImportError):  # a platform without such limits
+            import resource
+
+            soft = resource.getrlimit(getattr(resource, limit))[0]
+            unlimited = soft == resource.RLIM_INFINITY
+            report.add("machine", name, "no limit" if unlimited else f"at most {soft:,}")
+    if torch.cuda.is_available() and hasattr(torch.cuda, "nccl"):
+        report.add("versions", "NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    if job := os.environ.get("SLURM_JOB_ID"):
+        nodes = os.environ.get("SLURM_JOB_NODELIST", "unknown nodes")
+        report.add("job", "Slurm", f"job {job} on {nodes}")
+    try:
+        me = launched()
+        if me is None:
+            check_alone()
+        else:
+            where = f"rank {me.rank} of {me.size}; rank 0 listens at {me.address}:{me.port}"
+            report.add("job", me.launcher, where)
+            report.add("job", "interface to rank 0", interface_towards(me.address))
+    except (RuntimeError, OSError) as error:
+        report.problems.append(str(error))
+    for name in sorted(os.environ):
+        if name.startswith(("LABKIT_", "NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_VISIBLE_DEVICES")):
+            report.add("job", name, os.environ[name])
 
 
 def _picks(report: Findings) -> None:

@@ -157,6 +157,12 @@ def _address_towards(host: str) -> str:
         return str(sock.getsockname()[0])
 
 
+def interface_towards(host: str) -> str:
+    """The network interface on the route to `host`."""
+    address = _address_towards(host)
+    return f"{_interface_of(address) or 'unknown'} ({address})"
+
+
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from typer.testing import CliRunner
 
 from command import command, python
-from labkit import DDP, GPT, compare, dry_run, read_run, recipes, write_run
+from labkit import DDP, GPT, compare, doctor, dry_run, read_run, recipes, write_run
 from labkit.bench import machine
 from labkit.cli import app
 from labkit.clusters import Cluster, cluster, known_clusters, read_clusters, write_clusters
@@ -195,6 +195,23 @@ def test_doctor_sees_the_machine_and_two_ranks_that_talk() -> None:
     for words in ("torch", "cores", "memory", "World(4)", "all-reduce of 16 MiB"):
         assert words in done.output
     assert done.exit_code == (1 if "problem:" in done.output else 0)
+
+
+def test_doctor_in_a_job_says_which_rank_this_is_and_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (by_hand | {"SLURM_JOB_ID": "7", "LABKIT_DEVICE": "cpu"}).items():
+        monkeypatch.setenv(name, value)
+    report = doctor.Findings()
+    doctor._job(report)
+    job = dict(report.groups["job"])
+    assert job["torchrun"] == "rank 1 of 2; rank 0 listens at 127.0.0.1:29500"
+    assert job["interface to rank 0"] == "lo (127.0.0.1)" and job["LABKIT_DEVICE"] == "cpu"
+    assert job["Slurm"] == "job 7 on unknown nodes" and report.problems == []
+    monkeypatch.delenv("MASTER_ADDR")
+    doctor._job(report)
+    assert "MASTER_ADDR is not set" in report.problems[0]
 
 
 def test_doctor_writes_what_it_measured_as_a_cluster(

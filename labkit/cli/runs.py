@@ -42,6 +42,18 @@ def view(
             typer.launch(str(picture))
 
 
+@app.command(epilog="Example:  labkit gather runs/gpt from-node-2/gpt from-node-3/gpt")
+def gather(
+    folder: RunFolder,
+    parts: Annotated[list[Path], Argument(help="The folders that other hosts have recorded.")],
+) -> None:
+    """Add other hosts' parts to a run that ended before labkit could bring them together."""
+    from labkit.trace.folder import gather as add_parts
+
+    for name in add_parts(folder, parts):
+        console.print(f"added {name}")
+
+
 @app.command(
     epilog="Examples:  labkit replay runs/compare/ddp  ·  "
     "labkit replay runs/compare/ddp --on selene --on internet  ·  "

@@ -12,6 +12,7 @@ import json
 import platform
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable
 from datetime import datetime
@@ -54,6 +55,25 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     _write_about(path, {**_environment(), **(about or {}), "format": FORMAT})
     (path / METRICS).touch()
     return path
+
+
+def gather(path: str | Path, parts: Iterable[str | Path]) -> list[str]:
+    """Add to the run in `path` the files of ranks that other hosts have recorded into `parts`, as
+    after a crash; returns the names of the ranks' files. Raises ValueError if one of these folders
+    has no run, or if a rank's file would be overwritten."""
+    path, added = Path(path), list[str]()
+    _read_about(path)
+    for part in map(Path, parts):
+        _read_about(part)
+        files = sorted(file for file in part.iterdir() if RANK_FILE.fullmatch(file.name))
+        if there := [file.name for file in files if (path / file.name).exists()]:
+            raise ValueError(f"{path} already has {', '.join(there)}; was {part} gathered before?")
+        for file in files:
+            shutil.copy2(file, path)
+        with (path / METRICS).open("ab") as metrics:
+            metrics.write((part / METRICS).read_bytes())
+        added += [file.name for file in files]
+    return added
 
 
 def add_about(path: str | Path, **more: Any) -> None:

@@ -249,7 +249,7 @@ def test_doctor_writes_over_nothing_of_ones_own(
 
 
 COMMANDS = [  # in the order of their use
-    "compare", "run", "doctor", "view", "replay", "schedule", "nccl-log", "plan", "bench",
+    "compare", "run", "doctor", "view", "gather", "replay", "schedule", "nccl-log", "plan", "bench",
 ]  # fmt: skip
 
 

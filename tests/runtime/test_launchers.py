@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from command import run
+from command import command, run
+from labkit import read_run
 from labkit.runtime import launchers
 from labkit.runtime.launchers import Launched, Member, backend_for, check_alone, launched
 from places import ROOT
@@ -127,6 +128,18 @@ def check_sums(text: str, size: int) -> list[str]:
     return lines
 
 
+RECORDING = """
+import sys
+from pathlib import Path
+from labkit.trace.recording import record
+with record(sys.argv[1], what="two hosts"):
+    me.comm.all_reduce(x)
+    if "crash" in sys.argv:
+        raise SystemExit("cut off")
+print("complete" if me.rank else sorted(p.name for p in Path(sys.argv[1]).iterdir()))
+"""
+
+
 @pytest.mark.cluster
 @needs("mpirun")
 def test_mpirun(script: list[str]) -> None:
@@ -206,7 +219,10 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
             f" && ip -n {space} link set lo up && ip -n {space} addr add 10.9.0.{i}/24 dev {wire}"
             f" && ip -n {space} link set {wire} up"
         )
-        inside = f"hostname h{i}; mount --bind {file} /etc/hosts; exec $0 $@"
+        (tmp_path / f"disk{i}").mkdir()  # of this host alone, as a local disk is
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        inside = f"mount --bind {tmp_path}/disk{i} {tmp_path}/disk; exec $0 $@"
+        inside = f"hostname h{i}; mount --bind {file} /etc/hosts; {inside}"
         words.append(["ip", "netns", "exec", space, "unshare", "-um", "sh", "-c", inside])
     try:
         run("sh", "-c", setup)
@@ -216,22 +232,39 @@ def hosts(tmp_path: Path) -> Iterator[list[list[str]]]:
             subprocess.run(["ip", "netns", "del", f"{prefix}h{i}"], check=False)
 
 
-@pytest.mark.cluster
-@needs("ip", "unshare")
-def test_two_hosts_find_the_interface_between_them(
-    hosts: list[list[str]], script: list[str]
-) -> None:
+def on_hosts(hosts: list[list[str]], *words: str) -> str:
+    """Three ranks, of which rank 1 is on the second host."""
+    env = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "h1", "MASTER_PORT": "29511"}
     started = [
         subprocess.Popen(
-            [*hosts[host], *script], stdout=subprocess.PIPE, text=True,
-            env=os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "h1", "MASTER_PORT": "29511"
-            },
+            [*hosts[host], *words], env=env | {"RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank, host in enumerate((0, 1, 0))
     ]  # fmt: skip
-    lines = check_sums("".join(one.communicate(timeout=100)[0] for one in started), 3)
+    return "".join(one.communicate(timeout=100)[0] for one in started)
+
+
+@pytest.mark.cluster
+@needs("ip", "unshare")
+def test_two_hosts_find_the_interface_and_bring_a_run_together(
+    hosts: list[list[str]], script: list[str], tmp_path: Path
+) -> None:
+    lines = check_sums(on_hosts(hosts, *script), 3)
     assert [line[-2:] for line in lines] == ["v1", "v2", "v1"]
+    with open(script[1], "a") as file:
+        file.write(RECORDING)
+    text = on_hosts(hosts, *script, f"{tmp_path}/disk/whole")
+    run_files = ["metrics.jsonl", "rank0.jsonl", "rank1.jsonl", "rank2.jsonl", "run.json"]
+    assert f"{run_files}" in text and text.count("complete") == 2, text
+    trace = read_run(tmp_path / "disk1/whole")
+    assert [trace.ranks[rank].host for rank in range(3)] == ["h1", "h2", "h1"] and trace.complete
+    on_hosts(hosts, *script, f"{tmp_path}/disk/cut", "crash")
+    cut = tmp_path / "disk1/cut"
+    assert sorted(read_run(cut).ranks) == [0, 2]
+    assert "rank1.jsonl" in command(f"gather {cut} {tmp_path}/disk2/cut")
+    assert sorted(read_run(cut).ranks) == [0, 1, 2]
+    assert "already has rank1.jsonl" in command(f"gather {cut} {tmp_path}/disk2/cut", 2)
 
 
 def test_a_launched_process_is_described() -> None:

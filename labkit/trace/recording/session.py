@@ -3,12 +3,13 @@ notebook, every `world.run` sends a spec to each rank, whose Recorder writes to 
 folder is read when the block ends. On a single rank, the Recorder is in this process."""
 
 import shutil
+import socket
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from labkit.comm import Comm
 from labkit.runtime.launchers import launched
 from labkit.runtime.transports.chooser import table_note
 from labkit.trace import Trace
-from labkit.trace.folder import add_metrics, begin_run, read_run
+from labkit.trace.folder import METRICS, RUN, add_metrics, begin_run, read_run
 from labkit.trace.recording.recorder import Recorder
 
 # A rank's recording spec: number of the record() block in this driver, run folder, detail step.
@@ -99,18 +100,22 @@ def record(
                 f"record(): {me.launcher} has started several processes, but this one has no "
                 "process group yet; call labkit.attach() or init_process_group before record()"
             ) from None
-    folder = Path(path) if path is not None else None
+    folder, elsewhere = Path(path) if path is not None else None, dict[int, str]()
     if folder is not None:
+        about_run = {"world_size": size, "table": table_note(), **about}
         if rank == 0:
-            begin_run(folder, {"world_size": size, "table": table_note(), **about}, replace)
+            begin_run(folder, about_run, replace)
         if comm is not None:
-            comm.barrier()  # other ranks write to the folder that rank 0 creates
+            elsewhere = _begin_elsewhere(folder, about_run, replace, comm)
     trace = Trace()
     recorder = Recorder(rank, size, folder, detail_step)
     Recording.now = recording = Recording(folder, detail_step, about, recorder)
     try:
         with recorder:
             yield trace
+        recorder.close()
+        if folder is not None and comm is not None and elsewhere:
+            _bring_together(folder, comm, elsewhere)
     finally:
         Recording.now = None
         recorder.close()
@@ -123,6 +128,32 @@ def record(
             if folder is None:
                 shutil.rmtree(recording.folder, ignore_errors=True)
         _fill(trace, recorded)
+
+
+def _begin_elsewhere(
+    folder: Path, about: dict[str, Any], replace: bool, comm: Comm
+) -> dict[int, str]:
+    """Begin the run on hosts that do not see rank 0's folder; returns the ranks on these hosts."""
+    comm.barrier()  # rank 0 has created its folder
+    mine = comm.ranks[comm.rank], "" if (folder / RUN).exists() else socket.gethostname()
+    apart = {rank: host for rank, host in comm.all_gather_object(mine) if host}
+    first = {host: rank for rank, host in reversed(apart.items())}
+    if mine[0] in first.values():
+        begin_run(folder, about, replace)
+    comm.barrier()
+    return apart
+
+
+def _bring_together(folder: Path, comm: Comm, elsewhere: dict[int, str]) -> None:
+    """Copy the files of ranks on other hosts to rank 0, whose folder then has the whole run."""
+    rank = comm.ranks[comm.rank]
+    comm.barrier()  # all ranks have closed their files
+    firsts = {host: one for one, host in reversed(elsewhere.items())}.values()
+    names = [f"rank{rank}.jsonl"] * (rank in elsewhere) + [METRICS] * (rank in firsts)
+    sent = comm.all_gather_object([(name, (folder / name).read_bytes()) for name in names])
+    for name, contents in chain.from_iterable(sent) if rank == 0 else ():
+        with (folder / name).open("ab") as file:
+            file.write(contents)
 
 
 def _fill(trace: Trace, recorded: Trace) -> None:

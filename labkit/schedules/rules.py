@@ -56,7 +56,7 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
     count = microbatches_of(schedule)
     if not schedule or not count:
         raise ScheduleError(
-            "exactly once", "this schedule has no actions; give each stage a list of actions"
+            "exactly once", "this schedule has no actions; pass a list of actions for each stage"
         )
     _exactly_once(schedule, count if microbatches is None else microbatches)
     _all_update_or_none(schedule)

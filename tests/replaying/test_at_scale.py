@@ -239,12 +239,12 @@ test_an_impossible_layout_is_reported = refusals(
     (Layout(zero=2, dp=2), 4, "zero=2: choose 0 .DDP. or 1"),
     (Layout(zero=3), 4, "zero=3"),
     (Layout(tp=8), 16, "4 heads are not divisible by tp=8"),
-    (Layout(tp=0), 16, "tp=0: pass a whole number"),
-    (Layout(chunks=-1), 16, "chunks=-1: pass a whole number"),
-    (Layout(), 0, "global_batch=0: pass a whole number"),
-    (Layout(recompute="some"), 4, "choose 'none' or 'full'"),
+    (Layout(tp=0), 16, "tp=0: choose a whole number"),
+    (Layout(chunks=-1), 16, "chunks=-1: choose a whole number"),
+    (Layout(), 0, "global_batch=0: choose a whole number"),
+    (Layout(recompute="some"), 4, 'choose "none" or "full"'),
     (Layout(tp=2, sequence=True), 4, ODD_CONTEXT, "positions are not divisible by tp=2"),
-    (Layout(), 4, SMALL, "flash", "choose 'fused' or 'plain'"),
+    (Layout(), 4, SMALL, "flash", 'choose "fused" or "plain"'),
 )
 
 

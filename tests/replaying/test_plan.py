@@ -277,7 +277,7 @@ def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: P
     text = path.read_text()
     for line, words in (
         ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; it must be greater than 0"),
-        ("", "memory_bytes = None; give a number and its source"),
+        ("", "memory_bytes = None; write a number and its source"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))
         assert words in command(asked, 2)

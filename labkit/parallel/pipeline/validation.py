@@ -33,7 +33,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     if chunks is not None and count != chunks * size:
         raise ValueError(
             f"{count} stages on {size} ranks are {count // size} chunks per rank, not "
-            f"chunks={chunks}; pass {chunks * size} stages, or leave chunks out"
+            f"chunks={chunks}; pass {chunks * size} stages, or omit chunks"
         )
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
@@ -247,9 +247,11 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
     """Raises ValueError for a non-scalar loss, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        what = (
+            f"shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        )
         raise ValueError(
-            f"{at}: loss_fn returned {what}; it must return a scalar, the mean over the rows"
+            f"{at}: loss_fn returned a value of {what}; return a scalar, the mean over the rows"
         )
     if needed and torch.is_grad_enabled() and not loss.requires_grad:
         raise RuntimeError(

@@ -234,8 +234,8 @@ class SplitTrial:
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
             f"tensor_parallel cannot shard {self.path}, a {type(self.layer).__name__}, by the "
-            f"features between {', '.join(self.columns)} and {self.row}: {why}. Give each "
-            "projection its own nn.Linear, rename the layers to leave the module unsharded, or "
+            f"features between {', '.join(self.columns)} and {self.row}: {why}. Use a separate "
+            "nn.Linear for each projection, rename the layers to leave the module unsharded, or "
             "shard it by hand with ColumnParallelLinear and RowParallelLinear"
         )
 

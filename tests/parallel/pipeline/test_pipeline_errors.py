@@ -132,10 +132,16 @@ def with_more() -> nn.Module:
 
 
 @cases(
-    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made from 2 layers"),
-    (lambda: split(gpt(2), 3), "3 stages cannot be made from 2 blocks"),
-    (lambda: split(stages(2), 3, [1, 1]), "stages=3 but 2 layers"),
-    (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
+    (
+        lambda: split(nn.Sequential(*stages(2)), 3),
+        "stages=3: each stage needs at least one of the 2 layers",
+    ),
+    (lambda: split(gpt(2), 3), "stages=3: each stage needs at least one of the 2 blocks"),
+    (
+        lambda: split(stages(2), 3, [1, 1]),
+        "stages=3: each stage needs at least one of the 2 layers",
+    ),
+    (lambda: split(stages(2), 0), "stages=0: each stage needs at least one of the 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
     (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
     (lambda: split(with_more(), 2), "but a Custom also has extra; pass"),
@@ -172,14 +178,15 @@ ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
     "rows that vanish": (
         lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X), (0,),
-        "stage 0 (rank 0), micro-batch 0: its output is [6], but the micro-batch has 2 rows"),
+        "stage 0 (rank 0), micro-batch 0: its output has shape [6], but the "
+        "micro-batch has 2 rows"),
     "a shape of each micro-batch": (
         a_shape_of_each_micro_batch, (0,),
         "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], but was float32 "
         "[rows, 3] before"),
     "a loss that is no scalar": (
         lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X), (1,),
-        "stage 1 (rank 1), micro-batch 0: loss_fn returned [2, 3]; it must return a scalar"),
+        "stage 1 (rank 1), micro-batch 0: loss_fn returned a value of shape [2, 3]; return"),
     "targets of other rows": (
         lambda: make(stages()).step(X, X[:3]), (1,),
         "rank 1 has the last stage and computes the loss, but y has 3 rows and x has 4 rows"),

@@ -206,7 +206,7 @@ def test_what_gives_no_table_is_refused() -> None:
     for points, about, says in [
         (made_up.points, {**ABOUT, "backend": "nccl"}, "NCCL chooses its algorithms itself"),
         (made_up.points, {**ABOUT, "transport": "shm"}, "share memory and use no table"),
-        (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
+        (made_up.of("gather", 4), ABOUT, "has a table; measure one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "no measured algorithm supports every call"),
     ]:
         raises(says, chooser_table.table_of, Sweep(points, about))

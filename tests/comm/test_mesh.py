@@ -115,7 +115,7 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
         raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
-        raises("at least 1", check_sizes, {"dp": size}, 2)
+        raises("whole number, 1 or more", check_sizes, {"dp": size}, 2)
 
     raises("512 ranks is too large to draw", plot.mesh, {"dp": 8, "tp": 64})
 

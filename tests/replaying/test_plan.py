@@ -112,7 +112,7 @@ def test_where_no_layout_fits_it_is_reported_with_the_excess() -> None:
     ({"max_memory_bytes": 90e9}, "max_memory_bytes=9e"),
     ({"max_memory_bytes": 0}, "choose more than 0"),
     ({"gpus": 7}, "no layout of 7 ranks"),
-    ({"tp": 7}, "48 heads are not divisible by 7; 1, 2, 3, 4"),
+    ({"tp": 7}, "48 heads are not divisible by 7; choose 1, 2, 3, 4"),
     ({"tp": 7, "max_memory_bytes": 0}, "48 heads are not divisible by 7"),  # layouts before memory
 )
 def test_what_cannot_be_is_one_sentence(options: dict, words: str) -> None:

@@ -61,8 +61,8 @@ def test_named_values_are_those_alone() -> None:
 
 test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
-    ({"tp": 5}, "tp=5: 96 heads are not divisible by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
-    ({"pp": (2, 7)}, "pp=7: 96 blocks are not divisible by 7; 1, 2, 3"),
+    ({"tp": 5}, "tp=5: 96 heads are not divisible by 5; choose 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+    ({"pp": (2, 7)}, "pp=7: 96 blocks are not divisible by 7; choose 1, 2, 3"),
     ({"dp": 5}, "dp=5: 1536 rows are not divisible by 5"),
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),

@@ -123,7 +123,7 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
         )
     if sizes.heads % layout.tp:
         raise ValueError(
-            f"{sizes.heads} heads are not divisible by tp={layout.tp}; choose a divisor of {sizes.heads}"
+            f"{sizes.heads} heads are not divisible by tp={layout.tp}; choose a divisor"
         )
     if layout.sequence and sizes.context % layout.tp:
         raise ValueError(

@@ -101,7 +101,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench tensor-parallel --ranks x": "--ranks 'x': pass whole numbers, such as --ranks 2,4",
     "bench tensor-parallel --ranks ,": "--ranks ',': pass whole numbers",
     "bench pipeline --ranks ,": "--ranks ',': pass whole numbers",
-    "bench pipeline --ranks 0": "at least 1",
+    "bench pipeline --ranks 0": "1 or more",
     "bench collectives --ranks 2,1": "ranks=1: nothing is sent; measure on 2 ranks or more",
     "bench collectives --ranks two": "--ranks 'two': pass whole numbers",
     "bench collectives --turns 0": "turns=0: choose at least 1",
@@ -138,7 +138,7 @@ REFUSED: dict[str, str | re.Pattern[str]] = {
     "bench collectives --to 99999999999999G": "end at a smaller size",
     "bench collectives --ranks 100000": "end at a smaller size",
     "bench transfers --mb 1e30": "mb=1e+30",
-    "bench transfers --mb 1e9": "give 0 < mb <= 4000",
+    "bench transfers --mb 1e9": "choose 0 < mb <= 4000",
     # values that do not go together
     "run single --ranks 2": "single trains in one process",
     "run tensor --ranks 5": "12 heads cannot be split evenly over 5 ranks",

@@ -87,7 +87,7 @@ def test_the_ranks_that_would_do_do() -> None:
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)
     for ranks in range(865, 1024):
-        raises("864 and 1024", layouts, GPT3, ranks, 1536)
+        raises("864 or 1024", layouts, GPT3, ranks, 1536)
 
 
 def test_the_formulas_count_what_each_choice_is_for() -> None:

@@ -160,8 +160,8 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
     if total >= equal_total:
         fail(
             f"the two clusters' peaks add up to {total / 1e6:.1f} MB of gradients.",
-            expected=f"less than {equal_total / 1e6:.1f} MB, the sum with equal numbers of gradients "
-            "in each bucket",
+            expected=f"less than {equal_total / 1e6:.1f} MB, the sum with equal numbers of "
+            "gradients in each bucket",
             hint="A bucket holds memory until it is full and has been sent.",
         )
     yield f"every gradient in one of {MESSAGES} buckets, reduce-scattered by 2 ranks"

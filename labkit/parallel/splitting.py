@@ -64,14 +64,14 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(parts):
         raise ValueError(
-            f"split cannot find the layers of a {kind}, whose submodules are "
+            f"split cannot find the layers of {kind}, whose submodules are "
             f"{', '.join(parts) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
             "with embed, blocks and head"
         )
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if others := [name for name in parts if name not in NAMES] + own:
         raise ValueError(
-            f"split supports only {', '.join(NAMES)}, but a {kind} also has "
+            f"split supports only {', '.join(NAMES)}, but {kind} also has "
             f"{', '.join(others)}; pass a list of layers instead"
         )
     blocks: Any = parts["blocks"]

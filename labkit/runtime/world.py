@@ -132,7 +132,7 @@ class World:
     ) -> list[Any]:
         """Like `run`, but only on `ranks`. Raises ValueError for unknown or repeated ranks."""
         if not callable(fn):
-            raise TypeError(f"World.run: {fn!r} is a {type(fn).__name__}; pass a function")
+            raise TypeError(f"World.run: {fn!r} has type {type(fn).__name__}; pass a function")
         try:
             body = pickling.dumps((fn, args, kwargs), "the call")
         except pickling.Unpicklable as error:

@@ -90,7 +90,7 @@ def _known_actions(schedule: Schedule) -> None:
         for position, action in enumerate(actions):
             known = action if isinstance(action, Action) else None
             if known is None:
-                problem = f"{action!r}; an Action is needed"
+                problem = f"{action!r}; pass an Action"
             elif action.phase not in LETTERS:
                 problem = f"phase {action.phase!r}; choose one of {', '.join(LETTERS)}"
             elif not all(isinstance(n, int) and n >= 0 for n in action[1:]):

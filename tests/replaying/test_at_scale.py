@@ -233,7 +233,7 @@ test_an_impossible_layout_is_reported = refusals(
     (Layout(dp=3), 16, "choose a multiple of 3"),
     (Layout(pp=8), 16, "choose at most 4"),
     (Layout(dp=4096), 4096, "nodes="),
-    (Layout(tp=3), 16, "divide"),
+    (Layout(tp=3), 16, "not divisible by tp=3; choose a divisor"),
     (Layout(pp=2, chunks=2), 5, "divisible by pp"),
     (Layout(chunks=2), 4, "several stages"),
     (Layout(zero=2, dp=2), 4, "zero=2: choose 0 .DDP. or 1"),

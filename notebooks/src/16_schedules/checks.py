@@ -37,7 +37,7 @@ from .scenarios import (
 )
 
 HINTS = {
-    "known actions": 'A list of actions like Action("forward", 0).',
+    "known actions": 'Return a list of actions such as Action("forward", 0).',
     "exactly once": "Every stage runs one forward and one backward for each micro-batch.",
     "one backward": "backward is both halves; input is one half, weight the other.",
     "deadlock": "Follow the cycle: one of these actions must come earlier.",

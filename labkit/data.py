@@ -68,7 +68,7 @@ class Batch:
         """Split into n micro-batches as `slice` does; their losses sum to this batch's loss. Some
         are empty if n exceeds the row count. Raises ValueError if n is below 1."""
         if n < 1:
-            raise ValueError(f"n={n}: split a batch into at least 1 micro-batch")
+            raise ValueError(f"n={n}: choose at least 1 micro-batch")
         return [replace(self.slice(i, n), ranks=self.ranks) for i in range(n)]
 
     def to(self, device: torch.device | str) -> "Batch":
@@ -111,7 +111,7 @@ class Text:
         vocab: int = 1024,
     ) -> None:
         if tokens not in ("byte", "bpe"):
-            raise ValueError(f'tokens must be "byte" or "bpe", not {tokens!r}')
+            raise ValueError(f'tokens={tokens!r}: choose "byte" or "bpe"')
         manual = "\n\n".join(topics[key] for key in sorted(topics))
         # ASCII, so that models of 128 tokens can read it; one ? per byte keeps all positions.
         manual = re.sub(r"[^\0-\x7f]", lambda found: "?" * len(found[0].encode()), manual)

@@ -15,9 +15,9 @@ def read_file(path: str | Path) -> bytes:
     path = Path(path)
     nbytes = path.stat().st_size
     if not path.is_file():
-        raise ValueError(f"{path} is not a regular file, but a folder, FIFO, socket or device")
+        raise ValueError(f"{path} is a folder, FIFO, socket or device; choose a regular file")
     if nbytes > MAX_BYTES:
-        raise ValueError(f"{path} has {nbytes:,} bytes; at most {MAX_BYTES:,} are read")
+        raise ValueError(f"{path} has {nbytes:,} bytes; choose a file of at most {MAX_BYTES:,}")
     return path.read_bytes()
 
 

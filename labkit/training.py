@@ -40,11 +40,11 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}: choose one of {', '.join(DTYPES)}")
+            raise ValueError(f"dtype={self.dtype!r}: choose one of {', '.join(DTYPES)}")
         if self.model not in PRESETS:
-            raise ValueError(f"model {self.model!r}: choose one of {', '.join(PRESETS)}")
+            raise ValueError(f"model={self.model!r}: choose one of {', '.join(PRESETS)}")
         if self.text is not None and not Path(self.text).exists():
-            raise ValueError(f"text {self.text!r}: no such file or folder")
+            raise ValueError(f"text={self.text!r}: no such file or folder; check the path")
         for name, most in (("steps", 10**9), ("rows", 1 << 16), ("length", 1 << 16)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)}: choose 1 to {most:,}")

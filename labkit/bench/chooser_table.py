@@ -27,7 +27,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
     """The table, in the format of `labkit.runtime.transports.chooser.read_table`. Raises ValueError
     for a sweep over NCCL or shared memory, or without any of `OPS`."""
     if sweep.about.get("backend") != "gloo":
-        raise ValueError("a table is for gloo: over NCCL, NCCL chooses the algorithm")
+        raise ValueError("NCCL chooses its algorithms itself, without a table; measure over gloo")
     if sweep.about.get("transport") == "shm":
         raise ValueError(
             "these times are from ranks that share memory and use no table; measure with "
@@ -38,7 +38,7 @@ def table_of(sweep: Sweep) -> dict[str, Any]:
         if op in OPS:
             fitted.setdefault(op, {})[str(n)] = _rows(op, n, points)
     if not fitted:
-        raise ValueError(f"no operation with a table: measure at least one of {', '.join(OPS)}")
+        raise ValueError(f"no measured operation has a table; measure one of {', '.join(OPS)}")
     fits = [asdict(fit) for fit in fit_sweep(sweep) if fit.op in OPS]
     own = {collective: stored_table()[collective] for collective in ALGORITHMS}
     about, sizes = sweep.about, [point.size_bytes for point in sweep.points]

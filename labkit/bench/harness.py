@@ -129,7 +129,7 @@ def check_names(given: Iterable[str], known: Iterable[str], words: str) -> None:
     """Raise ValueError for the first unknown name, listing the known names."""
     names = list(known)
     if unknown := [name for name in given if name not in names]:
-        raise ValueError(f"{words.format(unknown[0])}; choose from {', '.join(names)}")
+        raise ValueError(f"{words.format(unknown[0])}; choose one of {', '.join(names)}")
 
 
 def on_worlds(
@@ -207,4 +207,4 @@ def read(path: str | Path) -> list[StepTimes]:
             measured.append(StepTimes(about, seconds, contests, figures))
         return measured
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not from `labkit bench NAME --save`: {error!r}") from None
+        raise ValueError(f"{path} was not saved by `labkit bench NAME`: {error!r}") from None

@@ -201,16 +201,16 @@ def bench_pipeline(
     harness.check_names(only, SCHEDULES, "no benchmark of schedule {!r}")
     names = [name for name in SCHEDULES if not only or name in only]
     if not 1 <= microbatches <= ROWS or ROWS % microbatches:
-        raise ValueError(
-            f"{microbatches} micro-batches of {ROWS} rows differ in size; choose a divisor"
-        )
+        raise ValueError(f"microbatches={microbatches}: choose a divisor of {ROWS} rows")
     for size in ranks:
         for name in names:
             if size * CHUNKS.get(name, 1) > DEPTH:
-                raise ValueError(f"{name} on {size} ranks: only {DEPTH} blocks; use fewer ranks")
+                raise ValueError(
+                    f"ranks={size}: {DEPTH} blocks are too few for {name}; choose fewer"
+                )
             schedule(name, size, microbatches, CHUNKS.get(name, 1))
             if microbatches < size:
-                raise ValueError(f"{microbatches} micro-batches: torch needs {size} or more")
+                raise ValueError(f"microbatches={microbatches}: torch needs {size} or more")
     return harness.on_worlds(_on_rank, ranks, models, transport, names, microbatches, turns)
 
 

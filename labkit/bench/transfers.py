@@ -57,7 +57,7 @@ def read_transfers(path: str | Path) -> TransferTimes:
             measured.append(Measured(way, contents["numel"], **times))
         return TransferTimes(contents["about"], measured)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not from `labkit bench transfers --save`: {error!r}") from None
+        raise ValueError(f"{path} was not saved by `labkit bench transfers`: {error!r}") from None
 
 
 def bench_transfers(
@@ -69,11 +69,11 @@ def bench_transfers(
     Raises ValueError for invalid sizes."""
     if not (4e-6 <= mb <= 4000 and turns >= 1 and 0 <= gbps <= 1e6):
         raise ValueError(
-            f"mb={mb}, turns={turns}, gbps={gbps}: pass 0 < mb <= 4000, turns >= 1 and gbps >= 0"
+            f"{mb=}, {turns=}, {gbps=}: choose 0 < mb <= 4000, turns >= 1 and gbps >= 0"
         )
     numel = int(mb * 1e6 / 4)
     if to not in DTYPES or to == "fp32":
-        raise ValueError(f"to={to!r}: choose fp16 or bf16")
+        raise ValueError(f'to={to!r}: choose "fp16" or "bf16"')
     bus = Bus(gbps) if gbps else None
     measured = measure(ways(bus, DTYPES[to]), numel, bus, turns)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

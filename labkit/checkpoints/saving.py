@@ -148,13 +148,13 @@ class PiecePlanner(DefaultSavePlanner):
             plans, described = super().create_global_plan(all_plans)
         except ValueError as error:
             raise ValueError(
-                f"the shards of all ranks do not make up the model: {error}"
+                f"the shards of all ranks do not make up the model ({error}); check mark_shard"
             ) from error
         for name, shape in self._contents.shapes.items():
             entry = described.state_dict_metadata.get(f"model.{name}")
             chunks = entry.chunks if isinstance(entry, metadata.TensorStorageMetadata) else []
             if sum(chunk.sizes.numel() for chunk in chunks) != shape.numel():
-                raise ValueError(f"the shards of all ranks do not make up {name}")
+                raise ValueError(f"the shards of all ranks do not make up {name}; check mark_shard")
         return plans, described
 
     def resolve_data(self, write_item: WriteItem) -> Any:

@@ -86,8 +86,8 @@ class Stored:
                     good = zlib.crc32(stream.read(where.length)) == where.crc32
             if not good:
                 raise ValueError(
-                    f"{file} is damaged: bytes {offset} to {end} are missing or not those that "
-                    "were saved; load another checkpoint from the same folder"
+                    f"{file} is damaged: bytes {offset} to {end} are missing or have "
+                    "changed; load another checkpoint from the same folder"
                 )
 
     def rename(self, aliases: Mapping[str, str]) -> None:
@@ -137,7 +137,7 @@ class Stored:
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             parts = create_read_items_for_chunk_list(key, entry, [chunk])
             if sum(prod(part.lengths) for part in parts) != box.numel:
-                raise ValueError(f"{self.folder} has only a part of {key}; it is damaged")
+                raise ValueError(f"{self.folder} has lost a part of {key}; load another checkpoint")
             planner.views[index := MetadataIndex(f"{number} {key}", box.offsets)] = view
             items += [replace(part, dest_index=index) for part in parts]
         return items
@@ -193,7 +193,7 @@ class MetadataUnpickler(pickle.Unpickler):
             return lambda enum, member: enum.__members__[member]
         raise ValueError(
             f"it needs {module}.{name}, which is not part of torch's metadata and may run code; "
-            "pass weights_only=False if you trust it"
+            "pass weights_only=False if you trust the checkpoint"
         )
 
 

@@ -207,5 +207,5 @@ def _sizes(name: str | None, **given: int | None) -> "Sizes | None":
     if not sizes:
         return None
     if missing := [f"--{key}" for key in ("width", "depth", "heads") if key not in sizes]:
-        raise ValueError(f"a model of your own needs {' and '.join(missing)}, too")
+        raise ValueError(f"no {' and no '.join(missing)}; pass --width, --depth and --heads")
     return Sizes(**sizes)

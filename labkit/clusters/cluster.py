@@ -25,7 +25,7 @@ class Device:
         """Peak FLOP/s. Raises ValueError for a dtype without a rate."""
         if dtype not in self.peak_flops:
             raise ValueError(
-                f"{self.name} has no rate for {dtype}; it has {', '.join(self.peak_flops)}"
+                f"{self.name} has no rate for {dtype}; choose one of {', '.join(self.peak_flops)}"
             )
         return self.peak_flops[dtype]
 

@@ -73,8 +73,8 @@ def write_clusters(path: str | Path, clusters: Mapping[str, Cluster]) -> None:
     data = "".join(f"{line}\n" for line in _lines(clusters)).encode()
     if _parse(data, path) != dict(clusters):
         raise ValueError(
-            f"{path}: these clusters would differ when read back; give each number a source, "
-            "and remove other sources"
+            f"{path}: these clusters would not read back equal; add a source for each number, and "
+            "remove other sources"
         )
     Path(path).write_bytes(data)
 
@@ -112,7 +112,7 @@ def _cluster(name: str, table: Any, devices: Mapping[str, Any], where: str) -> C
     _table(table, where, ["title", "device", "nodes", "levels"])
     device, levels = table.get("device"), table.get("levels")
     if not isinstance(device, str) or device not in devices:
-        raise ValueError(f"{where}: no device {device!r}; choose from {', '.join(devices)}")
+        raise ValueError(f"{where}: no device {device!r}; choose one of {', '.join(devices)}")
     if not (isinstance(levels, list) and 1 <= len(levels) <= 2):
         raise ValueError(f"{where}: expected one or two levels: inside nodes, and between nodes")
     inside, *between = [_level(x, i == 0, f"{where}: levels[{i}]") for i, x in enumerate(levels)]
@@ -164,7 +164,7 @@ def _number(name: str, given: Any, where: str, quantity: str) -> tuple[float, st
     numeric = type(number) in (int, float) and abs(number) <= 1e300  # NaN fails this test
     if not (numeric and isinstance(source, str) and source):
         raise ValueError(
-            f"{where}: {name} = {given!r}; give a number and its source, such as "
+            f"{where}: {name} = {given!r}; write a number and its source, such as "
             f'{name} = [1e9, "source"]'
         )
     lowest, highest, unit = PLAUSIBLE.get(quantity, (math.ulp(0.0), math.inf, ""))
@@ -193,7 +193,7 @@ def _table(table: Any, where: str, known: Iterable[str] | None = None) -> dict[s
         raise ValueError(f"{where}: expected a table, not {table!r}")
     if known is not None and (others := table.keys() - set(known)):
         raise ValueError(
-            f"{where}: unknown name {min(others)!r}; choose from {', '.join(sorted(known))}"
+            f"{where}: unknown name {min(others)!r}; choose one of {', '.join(sorted(known))}"
         )
     return table
 

@@ -130,7 +130,7 @@ class Comm:
             )
         chosen = sorted(set(ranks))
         if len(chosen) != len(ranks) or not chosen:
-            raise ValueError(f"subgroup: pass one or more distinct ranks, not {list(ranks)}")
+            raise ValueError(f"subgroup({list(ranks)}): choose at least one rank, each once")
         group = self._dispatcher.new_group([self.ranks[rank] for rank in chosen], shared)
         return Comm(group) if self.rank in chosen else None
 
@@ -172,7 +172,7 @@ class Comm:
         share memory, an `all_reduce` of the same slice on all ranks copies nothing. Raises
         ValueError for a negative size."""
         if numel < 0:
-            raise ValueError(f"symmetric_empty: {numel} elements; choose 0 or more")
+            raise ValueError(f"symmetric_empty({numel}): choose 0 elements or more")
         return self._dispatcher.symmetric_empty(numel, like)
 
     # --- collectives that reduce --------------------------------------------------------------

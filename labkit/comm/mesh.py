@@ -86,8 +86,9 @@ class Mesh:
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Index of `rank` on each axis. Raises ValueError for a rank outside the mesh."""
-    if rank not in range(prod(sizes.values())):
-        raise ValueError(f"rank {rank} is not in a mesh of {ranks_in_words(prod(sizes.values()))}")
+    if rank not in range(ranks := prod(sizes.values())):
+        mesh = f"a mesh of {ranks_in_words(ranks)}"
+        raise ValueError(f"rank {rank} is not in {mesh}; choose 0 to {ranks - 1}")
     where = {}
     for axis in reversed(list(sizes)):
         rank, where[axis] = divmod(rank, sizes[axis])
@@ -102,7 +103,7 @@ def rank_at(sizes: Mapping[str, int], where: Mapping[str, int]) -> int:
             raise ValueError(f"no axis {axis!r} in this mesh; it has {', '.join(sizes)}")
     for axis, size in sizes.items():
         if where[axis] not in range(size):
-            raise ValueError(f"{axis}={where[axis]}: the indices of this axis are 0 to {size - 1}")
+            raise ValueError(f"{axis}={where[axis]}: choose 0 to {size - 1}")
         rank = rank * size + where[axis]
     return rank
 
@@ -125,7 +126,7 @@ def check_sizes(sizes: Mapping[str, int], ranks: int) -> None:
     for axis, size in sizes.items():
         if not isinstance(size, int) or size < 1:
             raise ValueError(
-                f"{axis}={size!r}: the size of an axis must be a whole number, at least 1"
+                f"{axis}={size!r}: choose a whole number, 1 or more, for the size of an axis"
             )
     if prod(sizes.values()) != ranks:
         axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items())

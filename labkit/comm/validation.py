@@ -77,11 +77,11 @@ def equal_parts(op: str, whole: torch.Tensor, n: int) -> Sequence[torch.Tensor]:
     """Split `whole` into n equal flat views. Raises ValueError if `whole` cannot be split."""
     if whole.numel() % n or not whole.is_contiguous():
         is_even = whole.numel() % n == 0
-        problem = "is not contiguous" if is_even else f"cannot be split into {n} equal parts"
-        raise ValueError(
-            f"{op}: a tensor of shape {list(whole.shape)} {problem}; pad it, or use the variant "
-            "that takes a list of tensors"
-        )
+        advice = "pad it, or use the variant that takes a list of tensors"
+        problem = f"cannot be split into {n} equal parts; {advice}"
+        if is_even:
+            problem = "is not contiguous; pass a contiguous tensor"
+        raise ValueError(f"{op}: a tensor of shape {list(whole.shape)} {problem}")
     return whole.detach().view(n, whole.numel() // n).unbind()
 
 

@@ -32,7 +32,7 @@ class ConstantBuffer:
 
     def __init__(self, nbytes: int, pinned: bool = False):
         if nbytes < 0:
-            raise ValueError(f"a buffer of {nbytes} bytes: choose 0 or more")
+            raise ValueError(f"nbytes={nbytes}: choose 0 bytes or more")
         self.nbytes = nbytes
         self._block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         self._starts: list[int] = []  # starts of the slices in use, bottom first

@@ -37,7 +37,7 @@ def bus_for(device: torch.device, link: Link | None = None) -> "Bus | StreamBus"
         return Bus(link.gbps, link.latency_us) if link else Bus()
     if link is not None:
         raise ValueError(
-            f"link={link}: the speed of the real bus of {device} cannot be set; leave `link` out"
+            f"link={link}: the speed of the real bus of {device} cannot be set; omit `link`"
         )
     return StreamBus(device)
 

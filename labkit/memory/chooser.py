@@ -72,7 +72,7 @@ def plan_of(costs: Costs, choices: Sequence[str]) -> Plan:
     for block, name in zip(costs.blocks, choices):
         if name not in block:
             raise ValueError(
-                f"{name!r} is not a choice of this block; choose from {', '.join(block)}"
+                f"{name!r} is not a choice of this block; choose one of {', '.join(block)}"
             )
     chosen = [block[name] for block, name in zip(costs.blocks, choices)]
     flops = sum(cost.again_flops for cost in chosen)

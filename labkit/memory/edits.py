@@ -98,7 +98,7 @@ class Recompute(_ForwardEdits):
     ):
         super().__init__()
         if not callable(what) and what not in ("full", "selective"):
-            raise ValueError(f"what={what!r}: choose full, selective or a policy (op) -> bool")
+            raise ValueError(f'what={what!r}: choose "full", "selective" or a policy (op) -> bool')
         modules = blocks_of(model) if blocks is None else blocks
         if what == "selective":
             modules = [_core_of(block, core) for block in modules]

@@ -42,8 +42,8 @@ class Waiting:
             for x in block.parameters():
                 if seen.setdefault(id(x), k) != k:
                     raise ValueError(
-                        f"blocks {seen[id(x)]} and {k} share a weight; blocks are packed "
-                        "separately: merge these two, or untie the weight"
+                        f"blocks {seen[id(x)]} and {k} share a weight, but blocks are "
+                        "packed separately; merge the two blocks, or untie the weight"
                     )
         self.packed = [Packed(block, pin=bus.device.type == "cuda") for block in self.blocks]
 
@@ -95,7 +95,7 @@ def run_pipelined(waiting: Waiting, x: Tensor, ahead: int = 1) -> Run:
     """Load the weights of block k + `ahead` while block k computes; with `ahead` 0, nothing
     overlaps. Raises ValueError if `ahead` is negative."""
     if ahead < 0:
-        raise ValueError(f"ahead={ahead}: pass the number of blocks to load ahead, 0 or more")
+        raise ValueError(f"ahead={ahead}: choose 0 or more blocks to load ahead")
     runner = _Runner(waiting, min(ahead + 1, len(waiting)))
     for k in range(ahead):
         runner.load(k)

@@ -54,7 +54,7 @@ def measure(
         raise ValueError(
             f"blocks {[i for i, x in enumerate(all_blocks) if x is twice[0]]} are one module, a "
             f"{type(twice[0]).__name__} that forward calls more than once, so the costs of one "
-            "call are unknown; leave it out: measure(..., blocks=[...])"
+            "call are unknown; omit this module: measure(..., blocks=[...])"
         )
     if any(p.grad is not None for p in model.parameters()):
         raise ValueError("the model already has gradients; call zero_grad() before measure()")

@@ -113,7 +113,7 @@ class Kept:
         if any(x._version != version for x, version in kept.seen):
             raise ValueError(
                 f"recompute with a policy: the kept result of {op} was changed in place after the "
-                "function returned; make the change without `_`, `out=` and `[...]=`, or let the "
+                "function returned; avoid `op_`, `out=` and `x[...] =`, or let the "
                 "policy return False for this op"
             )
         restore(kept.random)

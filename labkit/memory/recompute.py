@@ -41,7 +41,7 @@ class Recomputed:
         check: Check = "shapes",
     ):
         if check not in ("shapes", "values", "none"):
-            raise ValueError(f"check={check!r}: choose shapes, values or none")
+            raise ValueError(f'check={check!r}: choose "shapes", "values" or "none"')
         self.fn, self.kept, self.preserve_rng, self.check = fn, kept, preserve_rng, check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,8 +123,8 @@ class _Call:
             if slot is not None and slot.tensor is not None and slot.tensor._version != version:
                 raise ValueError(
                     "recompute: the function changed in place a tensor that backward needs, "
-                    f"{_text(_traits(slot.tensor, 'shapes'))}; avoid `_`, `out=` "
-                    "and `[...]=`, or change a copy, `x = x.clone()`"
+                    f"{_text(_traits(slot.tensor, 'shapes'))}; avoid `op_`, `out=` "
+                    "and `x[...] =`, or change a copy, `x = x.clone()`"
                 )
 
     def _next_slot(self, place: int, x: torch.Tensor) -> _Slot | None:
@@ -178,7 +178,7 @@ class _Inputs:
                 raise ValueError(
                     f"recompute: the function changed its input tensor {number} of {len(tensors)}, "
                     f"{_text(_traits(x, 'shapes'))}, in place, so backward cannot rerun it; avoid "
-                    "`_`, `out=` and `[...]=`, or change a copy, `x = x.clone()`"
+                    "`op_`, `out=` and `x[...] =`, or change a copy, `x = x.clone()`"
                 )
 
 

@@ -58,13 +58,13 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if self.cast not in (None, "before", "after"):
-            raise ValueError(f"cast={self.cast!r}: choose 'before', 'after' or None")
+            raise ValueError(f'cast={self.cast!r}: choose "before", "after" or None')
         if self.cast and self.dtype == self.to:
-            raise ValueError(f"cast={self.cast!r}, but {self.dtype} needs no cast: use None")
+            raise ValueError(f"cast={self.cast!r}, but {self.dtype} needs no cast; choose None")
         if not self.cast and self.dtype != self.to and PACED in self.ends:
             raise ValueError(
-                f"a paced bus moves bytes only: for {self.dtype} to {self.to} use cast='before' or "
-                "cast='after'"
+                f"a paced bus moves only bytes: for {self.dtype} to {self.to}, choose "
+                'cast="before" or cast="after"'
             )
         if self.pinned and not self.over_host_bus:
             raise ValueError(

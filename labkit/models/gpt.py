@@ -156,7 +156,7 @@ class GPT(nn.Module):
                 f"kv_heads that divides {heads}"
             )
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is a probability from 0 to below 1, not {dropout}")
+            raise ValueError(f"dropout={dropout}: choose a probability of 0 or more, below 1")
         self.vocab, self.width, self.depth, self.context = vocab, width, depth, context
         self.heads, self.kv_heads, self.tied = heads, kv_heads, tied
         self.embed = Embed(vocab, width, context, dropout)

@@ -64,14 +64,14 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     kind = type(model).__name__
     if not {"embed", "blocks", "head"} <= set(parts):
         raise ValueError(
-            f"split cannot find the layers of a {kind}, whose submodules are "
+            f"split cannot find the layers of {kind}, whose submodules are "
             f"{', '.join(parts) or 'none'}; pass an nn.Sequential, a list of layers, or a model "
             "with embed, blocks and head"
         )
     own = [name for name, _ in model.named_parameters(recurse=False)]
     if others := [name for name in parts if name not in NAMES] + own:
         raise ValueError(
-            f"split supports only {', '.join(NAMES)}, but a {kind} also has "
+            f"split supports only {', '.join(NAMES)}, but {kind} also has "
             f"{', '.join(others)}; pass a list of layers instead"
         )
     blocks: Any = parts["blocks"]
@@ -87,8 +87,8 @@ def _even(paths: list[str], stages: int) -> list[int]:
     if not 1 <= stages <= len(counted):
         what = "blocks" if blocks else "layers"
         raise ValueError(
-            f"{stages} stages cannot be made from {len(counted)} {what}, since each stage needs "
-            f"at least one; choose 1 to {len(counted)} stages"
+            f"stages={stages}: each stage needs at least one of the {len(counted)} {what}; choose "
+            f"1 to {len(counted)}"
         )
     sizes = events.chunk_sizes(len(counted), stages)
     if blocks:
@@ -138,11 +138,11 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     [1, 3, 1]
     """
     if stages < 1:
-        raise ValueError(f"stages={stages}: a pipeline needs at least 1 stage")
+        raise ValueError(f"stages={stages}: choose at least 1")
     if stages > len(costs):
         raise ValueError(
-            f"stages={stages} but {len(costs)} layers, and each stage needs a layer; use at most "
-            f"{len(costs)} stages"
+            f"stages={stages}: each stage needs at least one of the {len(costs)} layers; choose "
+            f"1 to {len(costs)}"
         )
     for layer, cost in enumerate(costs):
         if not 0 <= cost < math.inf:

@@ -42,9 +42,7 @@ def movement(
     last = len(shown.frames) + 1
     chosen = list(range(1, last + 1) if steps is None else steps)
     if not chosen or any(not 1 <= step <= last for step in chosen):
-        raise ValueError(
-            f"steps={chosen}: choose from 1 to {last - 1}, or {last} for the final state"
-        )
+        raise ValueError(f"steps={chosen}: choose 1 to {last - 1}, or {last} for the final state")
     wide = SIDE + shown.size * COLUMN + BETWEEN
     high = HEAD + shown.size * ROW + BETWEEN
     across = min(len(chosen), int(WIDTH_IN / wide))

@@ -81,7 +81,7 @@ def lanes_of(
             raise ValueError("got two traces; pass the schedule first, then recorded=trace")
         return _of_trace(name, pipeline, step)
     if not any(pipeline):
-        raise ValueError("this schedule has no actions; give each stage a list of actions")
+        raise ValueError("this schedule has no actions; pass a list of actions for each stage")
     if recorded is not None:
         return _of_trace(name, by_microbatch(recorded, pipeline), step)
     units = {phase: units / chunks_of(pipeline) for phase, units in UNITS.items()}

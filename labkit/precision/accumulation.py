@@ -44,11 +44,11 @@ class Fp32Gradients(NotCopyable):
     def __init__(self, params: Iterable[nn.Parameter], comm: Comm | None = None):
         self.parameters = [p for p in dict.fromkeys(params) if p.requires_grad]  # no duplicates
         if not self.parameters:
-            raise ValueError("no parameter requires gradients, so there is nothing to accumulate")
+            raise ValueError("Fp32Gradients: pass at least one parameter that requires gradients")
         if wide := {p.dtype for p in self.parameters} - {torch.float32, *LOW}:
             raise ValueError(
-                f"sums in float32 would round gradients of {wide.pop()}; leave such parameters "
-                "out: their gradients accumulate in .grad"
+                f"sums in float32 would round gradients of {wide.pop()}; omit such parameters: "
+                "their gradients accumulate in .grad"
             )
         self.comm = None if comm is None else Comm.of(comm)
         sizes = [p.numel() for p in self.parameters]

@@ -163,8 +163,7 @@ def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
     """Raise ValueError unless autocast supports both and the device can run matmuls in `dtype`."""
     if device_type not in (None, *POLICIES):
         raise ValueError(
-            f"autocast has no op policy for {device_type!r}; it has one for "
-            f"{' and one for '.join(map(repr, POLICIES))}"
+            f"autocast has no op policy for {device_type!r}; choose one of {', '.join(POLICIES)}"
         )
     if dtype not in LOW:
         advice = "use torch.bfloat16, or torch.float16 with a GradScaler"
@@ -176,7 +175,7 @@ def check_low_type(dtype: torch.dtype, device_type: str | None) -> None:
         raise ValueError(f"autocast cannot run ops in {dtype}; {advice}")
     if device_type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("this machine has no CUDA device; leave device_type out, or use 'cpu'")
+            raise ValueError("this machine has no CUDA device; omit device_type, or use 'cpu'")
         if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
                 f"{torch.cuda.get_device_name()} has no bfloat16 (it needs compute capability "

@@ -32,18 +32,18 @@ class DynamicScale:
         if isinstance(self.scale, str):
             raise ValueError(
                 f"GradScaler({self.scale!r}): labkit's scaler uses the device of the gradients; "
-                "leave the device out: GradScaler(init_scale=65536.0)"
+                "omit the device: GradScaler(init_scale=65536.0)"
             )
         ranges = {
-            "scale": (0 < self.scale < inf, "a finite number above 0; 65536 is usual"),
-            "growth_factor": (1 < self.growth_factor < inf, "a number above 1; 2 is usual"),
-            "backoff_factor": (0 < self.backoff_factor < 1, "a number in (0, 1); 0.5 is usual"),
-            "growth_interval": (self.growth_interval >= 1, "1 step or more; 2000 is usual"),
+            "scale": (0 < self.scale < inf, "a finite number above 0, usually 65536"),
+            "growth_factor": (1 < self.growth_factor < inf, "a number above 1, usually 2"),
+            "backoff_factor": (0 < self.backoff_factor < 1, "a number in (0, 1), usually 0.5"),
+            "growth_interval": (self.growth_interval >= 1, "1 step or more, usually 2000"),
             "_growth_tracker": (self._growth_tracker >= 0, "0 steps or more"),
         }
         for name, (is_valid, expected) in ranges.items():
             if not is_valid:
-                raise ValueError(f"GradScaler: {name}={getattr(self, name)}; expected {expected}")
+                raise ValueError(f"GradScaler: {name}={getattr(self, name)}; choose {expected}")
         self.scale = _fp32(self.scale)
         self.skipped = self.skipped_in_a_row = 0  # steps
 
@@ -82,8 +82,8 @@ class DynamicScale:
         if not isinstance(state, dict) or set(state) != set(known):
             names = ", ".join(map(str, state)) or "nothing (it was saved with enabled=False)"
             raise ValueError(
-                f"GradScaler.load_state_dict: a scaler's state has {', '.join(known)}; this "
-                f"state has {names}"
+                f"GradScaler.load_state_dict: this state has {names}; load the result of "
+                f"state_dict(), which has {', '.join(known)}"
             )
         loaded = DynamicScale(**state)
         for name in known:

@@ -221,7 +221,7 @@ FORMATS = {
 def format_of(format: Format | str) -> Format:
     """Look up a format by name. Raises ValueError for an unknown name."""
     if isinstance(format, str) and format not in FORMATS:
-        raise ValueError(f"no format is named {format!r}; choose one of {', '.join(FORMATS)}")
+        raise ValueError(f"no format {format!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[format] if isinstance(format, str) else format
 
 

@@ -188,7 +188,7 @@ def use_fp8(
     if not linears:
         names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
         raise ValueError(
-            f"no nn.Linear of {type(model).__name__} matches {only!r}; choose from {names[:8]}"
+            f"no nn.Linear of {type(model).__name__} matches {only!r}; choose one of {names[:8]}"
         )
     for name, linear in linears:
         if any(hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")):

@@ -148,9 +148,7 @@ class GradScaler:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or kwargs.get("closure"):
-            raise ValueError(
-                "GradScaler.step: a closure would compute gradients that are not unscaled"
-            )
+            raise ValueError("GradScaler.step: a closure would compute scaled gradients; omit it")
         self._check_scaled("step")
         pending = self._pending_of(optimizer)
         if any(optimizer is other for other in pending.stepped):

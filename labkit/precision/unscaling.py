@@ -87,7 +87,7 @@ def check_owner(trained: Trained, comm: Comm | None) -> None:
     name, owners = type(owner).__name__, getattr(owner, "comm", None)
     if isinstance(trained, nn.Module) and isinstance(owner, ShadowOptimizer):
         raise ValueError(
-            f"GradScaler.unscale_: a {name} owns the gradients of this model; pass this optimizer"
+            f"GradScaler.unscale_: a {name} owns the gradients of this model; pass that optimizer"
         )
     marks = (getattr(p, "_labkit_shard", None) for p in parameters)  # see parallel/common/shards.py
     spans = [(f"the {name} spans", owners)]

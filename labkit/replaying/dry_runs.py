@@ -97,7 +97,7 @@ def dry_run(
 def _aliases(alike: Mapping[int, Iterable[int]] | None, ranks: int) -> dict[int, tuple[int, ...]]:
     """The ranks that each recorded rank represents. Raises ValueError unless each occurs once."""
     if ranks < 1:
-        raise ValueError(f"dry_run: ranks={ranks}; pass at least 1")
+        raise ValueError(f"dry_run: ranks={ranks}; choose at least 1")
     groups = {0: range(ranks)} if alike is None else alike
     represented = {rank: tuple(sorted({*others} - {rank})) for rank, others in groups.items()}
     if sorted([*represented, *chain(*represented.values())]) != list(range(ranks)):

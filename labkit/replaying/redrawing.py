@@ -33,13 +33,13 @@ def changed(
     for where, given in (("inside", inside), ("between", between)):
         speed, latency_s = given.values()
         if speed is not None and not speed > 0:
-            raise ValueError(f"{where}_bytes_per_s={speed}; it must be more than 0")
+            raise ValueError(f"{where}_bytes_per_s={speed}: choose more than 0")
         if latency_s is not None and not latency_s >= 0:
-            raise ValueError(f"{where}_latency_s={latency_s}; it must be 0 or more")
+            raise ValueError(f"{where}_latency_s={latency_s}: choose 0 or more")
     per_node = cluster.devices_per_node if devices_per_node is None else devices_per_node
     for name, count in (("ranks", ranks), ("devices_per_node", per_node)):
         if count < 1:
-            raise ValueError(f"{name}={count}; it must be at least 1")
+            raise ValueError(f"{name}={count}: choose at least 1")
     nodes = -(-ranks // per_node)
 
     def level(old: Level, values: dict[str, float | None]) -> Level:

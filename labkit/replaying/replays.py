@@ -51,7 +51,7 @@ def replay(
     >>> plot.timeline(replay(trace, cluster("dgx-h100")))
     """
     if computing not in ("counted", "measured"):
-        raise ValueError(f"computing={computing!r}: choose 'counted' or 'measured'")
+        raise ValueError(f'computing={computing!r}: choose "counted" or "measured"')
     costs = cluster if isinstance(cluster, Costs) else Costs(cluster)
     where = costs.cluster
     if trace.size > where.size:
@@ -279,7 +279,7 @@ def _steps(trace: Trace, computing: Computing, asked: Iterable[int] | None) -> l
         available = sorted({x.step for rank in trace.ranks.values() for x in rank.operations})
     wanted = available if asked is None else sorted(set(asked))
     if missing := [step for step in wanted if step not in available]:
-        raise ValueError(f"step {missing[0]} has no {computing} compute; choose from {available}")
+        raise ValueError(f"step {missing[0]} has no {computing} compute; choose one of {available}")
     if asked is None and not available:
         raise ValueError(
             "no step of this trace was timed; pass computing='counted'"

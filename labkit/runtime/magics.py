@@ -61,7 +61,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         line, wanted, name = line.partition("-o")
         name = name.strip()
         if wanted and not name.isidentifier():
-            raise UsageError("%%ranks ... -o NAME: give the list a name, as in %%ranks 4 -o losses")
+            raise UsageError("%%ranks ... -o NAME: pass a name, as in %%ranks 4 -o losses")
         world, chosen = self._choose(line.strip())
         filename = f"<%%ranks cell {next(self._cells)}>"
         values = PerRank(chosen, world.run_cell(cell, filename, chosen, as_text=not wanted))
@@ -94,7 +94,7 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
             numbers = [int(part) for part in line.rstrip(",").split(",")] if line else []
         except ValueError:
             raise UsageError(
-                f"%%ranks {line}: give a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
+                f"%%ranks {line}: pass a number of ranks (%%ranks 4) or a list (%%ranks 0,2)"
             ) from None
         is_list = "," in line
         size = numbers[0] if numbers and not is_list else None
@@ -109,6 +109,6 @@ class RankMagics(Magics):  # type: ignore[misc, unused-ignore]
         for number in numbers if is_list else ():
             if number not in ranks:
                 raise UsageError(
-                    f"%%ranks {line}: there is no rank {number}; choose among 0 to {ranks[-1]}"
+                    f"%%ranks {line}: there is no rank {number}; choose 0 to {ranks[-1]}"
                 )
         return self.world, numbers if is_list else list(ranks)

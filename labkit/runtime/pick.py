@@ -42,7 +42,7 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     backend = asked_for("backend", backend, "gloo", "nccl")
     device = asked_for("device", device, "cpu", "cuda")
     if device == "cuda" and not gpus:
-        raise ValueError('device="cuda": torch finds no GPU; omit device, or see labkit doctor')
+        raise ValueError('device="cuda": torch finds no GPU; omit device, or run labkit doctor')
     if backend == "nccl":
         if device == "cpu":
             raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
@@ -99,13 +99,13 @@ def pick_transport(
         if asked:
             raise ValueError(
                 f'transport="{asked}" is for gloo ranks; this world has {picked.backend}, which '
-                "moves GPU tensors itself; leave transport out"
+                "moves GPU tensors itself; omit transport"
             )
         return picked.backend, ""
     if link is not None:
         if asked == "shm":
             raise ValueError(
-                'transport="shm" cannot model a link; leave the link out, or use transport="gloo"'
+                'transport="shm" cannot model a link; omit the link, or use transport="gloo"'
             )
         return "gloo", ""
     if named := asked or requested or backend:
@@ -121,7 +121,7 @@ def check_transport(source: str, name: str | None) -> None:
     if name not in (None, "", *TRANSPORTS):
         raise ValueError(
             f'{source}={name!r}: choose "shm" (memory that the ranks share) or "gloo" '
-            "(messages); if omitted, labkit picks one"
+            "(messages), or omit it to use the best available"
         )
 
 

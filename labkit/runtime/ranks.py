@@ -111,7 +111,8 @@ class Ranks:
         if dead:
             raise RankError(f"rank {dead[0]} {ends[self.pids[dead[0]]]} at startup", "died", dead)
         if time.monotonic() > deadline_s:
-            raise RankError(f"{ranks_in_words(self.size)} did not start in time", "stuck")
+            text = f"{ranks_in_words(self.size)} did not start in time; use fewer, or try again"
+            raise RankError(text, "stuck")
 
     def listen(self, patience_s: float, output: RankOutput) -> list[tuple[int, str, Any]]:
         """The ranks' answers within `patience_s` seconds; printed text is passed to `output`."""

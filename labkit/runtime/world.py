@@ -132,7 +132,7 @@ class World:
     ) -> list[Any]:
         """Like `run`, but only on `ranks`. Raises ValueError for unknown or repeated ranks."""
         if not callable(fn):
-            raise TypeError(f"World.run needs a function; {fn!r} is a {type(fn).__name__}")
+            raise TypeError(f"World.run: {fn!r} has type {type(fn).__name__}; pass a function")
         try:
             body = pickling.dumps((fn, args, kwargs), "the call")
         except pickling.Unpicklable as error:
@@ -207,7 +207,7 @@ class World:
             if rank not in range(self.size):
                 raise ValueError(f"rank {rank!r} is not in this world; choose 0 to {self.size - 1}")
         if len(targets) > len(set(targets)):
-            raise ValueError(f"ranks {targets}: name each rank once")
+            raise ValueError(f"ranks={targets}: name each rank once")
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("this world is busy in another thread; create a second World")
         try:

@@ -107,4 +107,4 @@ def check_sizes(stages: int, microbatches: int) -> None:
     """Raises ValueError unless both are integers of at least 1."""
     for what, number in (("stages", stages), ("microbatches", microbatches)):
         if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{what}={number}: choose a whole number, at least 1")
+            raise ValueError(f"{what}={number}: choose a whole number, 1 or more")

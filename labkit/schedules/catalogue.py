@@ -157,7 +157,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Sche
     ['F0', 'F1', 'B0', 'B1']
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={name!r}: choose one of {', '.join(SCHEDULES)}")
     if name == "interleaved":
         return interleaved(stages, microbatches, chunks)
     if chunks != 1:

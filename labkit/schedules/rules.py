@@ -56,7 +56,7 @@ def check(schedule: Schedule, microbatches: int | None = None) -> None:
     count = microbatches_of(schedule)
     if not schedule or not count:
         raise ScheduleError(
-            "exactly once", "this schedule has no actions; give each stage a list of actions"
+            "exactly once", "this schedule has no actions; pass a list of actions for each stage"
         )
     _exactly_once(schedule, count if microbatches is None else microbatches)
     _all_update_or_none(schedule)
@@ -90,7 +90,7 @@ def _known_actions(schedule: Schedule) -> None:
         for position, action in enumerate(actions):
             known = action if isinstance(action, Action) else None
             if known is None:
-                problem = f"{action!r}; an Action is needed"
+                problem = f"{action!r}; pass an Action"
             elif action.phase not in LETTERS:
                 problem = f"phase {action.phase!r}; choose one of {', '.join(LETTERS)}"
             elif not all(isinstance(n, int) and n >= 0 for n in action[1:]):

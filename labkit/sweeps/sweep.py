@@ -153,7 +153,7 @@ def parse_bytes(text: str) -> int:
 def sizes_between(from_bytes: int, to_bytes: int, factor: int) -> list[int]:
     """Sizes from `from_bytes` to `to_bytes`, each `factor` times the previous size."""
     if factor < 2:
-        raise ValueError(f"factor {factor}: choose 2 or more")
+        raise ValueError(f"factor={factor}: choose 2 or more")
     if from_bytes > to_bytes:
         raise ValueError(f"from {from_bytes} to {to_bytes} bytes: put the smaller size first")
     powers = (from_bytes * factor**k for k in count())

@@ -45,7 +45,7 @@ def begin_run(path: str | Path, about: dict[str, Any] | None = None, replace: bo
     if path.is_dir() and any(path.iterdir()):
         _read_about(path)
         if not replace:
-            raise ValueError(f"{path} already contains a run; choose a new folder or replace=True")
+            raise ValueError(f"{path} already contains a run; choose a new folder, or replace=True")
         for file in path.iterdir():
             if file.name in (RUN, METRICS) or RANK_FILE.fullmatch(file.name):
                 file.unlink()
@@ -117,7 +117,7 @@ def read_run(path: str | Path) -> Trace:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"there is no run folder {path}")
+        raise FileNotFoundError(f"no run folder at {path}; check the path")
     about = _read_about(path)
     if about.pop("format") > FORMAT:
         raise ValueError(

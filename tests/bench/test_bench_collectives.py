@@ -204,9 +204,9 @@ def test_a_table_has_the_fastest_and_ignores_what_is_noise(tmp_path: Path) -> No
 def test_what_gives_no_table_is_refused() -> None:
     made_up = made_up_sweep()
     for points, about, says in [
-        (made_up.points, {**ABOUT, "backend": "nccl"}, "a table is for gloo"),
+        (made_up.points, {**ABOUT, "backend": "nccl"}, "NCCL chooses its algorithms itself"),
         (made_up.points, {**ABOUT, "transport": "shm"}, "share memory and use no table"),
-        (made_up.of("gather", 4), ABOUT, "measure at least one of all_reduce, all_gather"),
+        (made_up.of("gather", 4), ABOUT, "has a table; measure one of all_reduce, all_gather"),
         (made_up.of("all_reduce", 4, "gloo"), ABOUT, "no measured algorithm supports every call"),
     ]:
         raises(says, chooser_table.table_of, Sweep(points, about))

@@ -66,7 +66,7 @@ def test_results_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
     assert f'"torch": "{torch.__version__}"' in path.read_text()
     for text in ("", "[]", "{}", '{"steps": [{}]}', '{"steps": [3]}'):
         path.write_text(text)
-        raises("is not from `labkit bench NAME --save`", harness.read, path)
+        raises("was not saved by `labkit bench NAME`", harness.read, path)
 
 
 def assert_timed(times: StepTimes, names: Iterable[str]) -> None:

@@ -168,7 +168,7 @@ def test_every_flipped_bit_is_refused_by_the_name_of_its_file(
         ".metadata": r" cannot be read by torch .* \(it does not match its checksum\)",
         "latest": "",
     }
-    of_items = r" is damaged: bytes \d+ to \d+ are missing or not those that were saved"
+    of_items = r" is damaged: bytes \d+ to \d+ are missing or have changed"
     of_items += "; load another checkpoint from the same folder"
     for damage, text in zip(damages, texts, strict=True):
         (file,) = damage

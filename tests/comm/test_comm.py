@@ -441,7 +441,7 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
             lambda: c.all_to_all([ones(3)] * 2, [ones(3)]),
         "reduce_scatter_tensor: a tensor of shape [7] cannot be split into 2 equal parts; pad it":
             lambda: c.reduce_scatter_tensor(ones(3), ones(7)),
-        "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pad it":
+        "all_gather_into_tensor: a tensor of shape [3, 2] is not contiguous; pass a contiguous":
             lambda: c.all_gather_into_tensor(ones(2, 3).t(), ones(3)),
         "an expanded tensor (shape [4], strides [0]) shares memory between elements":
             lambda: c.all_reduce(ones(1).expand(4)),
@@ -459,8 +459,8 @@ def test_errors_say_what_was_wrong_and_what_to_do() -> None:
         "only tensors can be sent, not bool": lambda: c.all_gather([True] * 2, ones(1)),
         "only tensors can be sent, not str": lambda: c.all_gather([ones(1)] * 2, "x"),
         "cannot move meta tensors": lambda: c.all_reduce(ones(3, device="meta")),
-        "subgroup: pass one or more distinct ranks, not [0, 0]": lambda: c.subgroup([0, 0]),
-        "subgroup: pass one or more distinct ranks, not []": lambda: c.subgroup([]),
+        "subgroup([0, 0]): choose at least one rank, each once": lambda: c.subgroup([0, 0]),
+        "subgroup([]): choose at least one rank, each once": lambda: c.subgroup([]),
         "rank 7 is not in this group": lambda: c.subgroup([0, 7]),
         "scatter: ins has length 1; pass": lambda: c.scatter(ones(3), [ones(3)], rank),
         f"gather: rank {rank} must pass outs, one tensor for each rank":

@@ -115,7 +115,7 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
     for wrong in ({}, {"coordinates": 2}, {"_x": 2}, {"comm": 2}):
         raises("a mesh needs named axes", check_sizes, wrong, 2)
     for size in (0, -2, 1.5, "2"):
-        raises("at least 1", check_sizes, {"dp": size}, 2)
+        raises("whole number, 1 or more", check_sizes, {"dp": size}, 2)
 
     raises("512 ranks is too large to draw", plot.mesh, {"dp": 8, "tp": 64})
 
@@ -123,9 +123,9 @@ def test_wrong_sizes_are_refused_with_sizes_that_fit() -> None:
 @on_each_rank("world2")
 def test_places_and_axes_that_are_not_there() -> None:
     sizes = {"dp": 2, "tp": 3}
-    raises("rank 6 is not in a mesh of 6", coordinates, sizes, 6)
+    raises("rank 6 is not in a mesh of 6 ranks; choose 0 to 5", coordinates, sizes, 6)
     raises("no axis 'pp'", rank_at, sizes, {"dp": 0, "tp": 0, "pp": 0})
-    raises("tp=3: the indices of this axis are 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
+    raises("tp=3: choose 0 to 2", rank_at, sizes, {"dp": 0, "tp": 3})
     mesh, words = Mesh(dp=2, cp=1, tp=1), "no axis 'pp'; it has dp, cp, tp"
     raises(words, mesh.__getitem__, "pp", error=KeyError)
     raises(words, getattr, mesh, "pp", error=AttributeError)
@@ -138,7 +138,7 @@ def test_places_and_axes_that_are_not_there() -> None:
 
 def test_one_rank_is_one_rank() -> None:
     assert [ranks_in_words(size) for size in (1, 2, 1024)] == ["1 rank", "2 ranks", "1,024 ranks"]
-    raises("rank 1 is not in a mesh of 1 rank$", coordinates, {"dp": 1}, 1)
+    raises("rank 1 is not in a mesh of 1 rank; choose 0 to 0$", coordinates, {"dp": 1}, 1)
     raises(r"needs 1 rank, but there are 2", check_sizes, {"dp": 1}, 2)
     with World(1) as alone:
         assert alone.picked.startswith("1 rank, ")

@@ -217,7 +217,7 @@ def test_weights_that_cannot_wait_are_refused():
     with pytest.raises(ValueError, match="weight is on meta, but must be in CPU memory"):
         Waiting([nn.Linear(2, 2, device="meta")], Bus())
     raises("there is no block to run", load_then_run, Waiting([], Bus()), torch.ones(1))
-    with pytest.raises(ValueError, match="ahead=-1: pass the number of blocks"):
+    with pytest.raises(ValueError, match="ahead=-1: choose 0 or more blocks"):
         run_pipelined(Waiting(blocks(), Bus()), torch.ones(6), ahead=-1)
 
 
@@ -252,9 +252,9 @@ test_a_formula_refuses_what_cannot_be = refusals(
     lambda wrong: wrong(),
     (lambda: predict.load_then_run_s([1.0], []), "load_s has 1 blocks, compute_s 0"),
     (lambda: predict.pipelined_loading_s([], []), "pass both times for each block"),
-    (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: pass a whole"),
-    (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: pass 0 or more"),
-    (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: pass a whole"),
+    (lambda: predict.pipelined_loading_s([1.0], [1.0], ahead=0), "ahead=0: choose a whole"),
+    (lambda: predict.in_place_s([-1.0], [1.0]), "load_s=-1.0: choose 0 or more"),
+    (lambda: predict.in_place_s([1.0], [1.0], reads=0), "reads=0: choose a whole"),
 )
 
 

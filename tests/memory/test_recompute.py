@@ -664,9 +664,15 @@ def test_errors_of_the_function_pass_through() -> None:
 
 
 def test_unknown_options_and_models_without_blocks_are_refused() -> None:
-    raises("check='all': choose shapes, values or none", recompute, torch.sin, leaf(), check="all")
+    raises(
+        'check=.all.: choose "shapes", "values" or "none"',
+        recompute,
+        torch.sin,
+        leaf(),
+        check="all",
+    )
     tiny = GPT.preset("tiny")
-    raises("what='half': choose full, selective or a policy", Recompute, tiny, what="half")
+    raises('what=.half.: choose "full", "selective" or a policy', Recompute, tiny, what="half")
     raises(r"Linear has no ModuleList.*blocks=\[...\]", Recompute, nn.Linear(2, 2))
     layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2)])
     raises("no module 'attn.core'.*core=.*self_attn", Recompute, layers, what="selective")

@@ -174,9 +174,9 @@ def test_buffers_are_shared_by_the_ways_and_not_by_roles():
 
 test_a_way_that_cannot_be_is_refused = refusals(
     lambda make: make(),
-    (lambda: Transfer("cpu", "cpu", cast="first"), "choose 'before', 'after' or None"),
-    (lambda: Transfer("cpu", "cpu", cast="after"), "needs no cast: use None"),
-    (lambda: Transfer("cpu", PACED, FULL, HALF), "use cast='before' or cast='after'"),
+    (lambda: Transfer("cpu", "cpu", cast="first"), 'choose "before", "after" or None'),
+    (lambda: Transfer("cpu", "cpu", cast="after"), "needs no cast; choose None"),
+    (lambda: Transfer("cpu", PACED, FULL, HALF), 'choose cast="before" or cast="after"'),
     (lambda: Transfer("cpu", "cpu", pinned=True), "only CPU memory can be pinned"),
     (lambda: measure([Transfer("cpu", PACED)], 10), "needs a paced bus"),
 )

@@ -117,7 +117,7 @@ def test_clear_errors(tmp_path: Path) -> None:
         raises(f"{name} is empty, or not UTF-8 text", Text, tmp_path / name)
     nowhere = tmp_path / "nowhere"
     raises(r"no such file or folder.*nowhere", Text, nowhere, error=FileNotFoundError)
-    raises('"byte" or "bpe", not \'word\'', Text, tokens="word")
+    raises("tokens='word': choose", Text, tokens="word")
     raises("vocab of 100 is too small for 256 bytes", Text, tokens="bpe", vocab=100)
     (tmp_path / "short.txt").write_text("abcd")
     short = Text(tmp_path / "short.txt")

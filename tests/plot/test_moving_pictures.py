@@ -44,7 +44,7 @@ def test_saved_and_shipped_results_are_read_again(found: TransferTimes, tmp_path
 @pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"measured": [{"done_s": 1}]}'])
 def test_another_file_is_refused(text: str, tmp_path: Path):
     (tmp_path / "other.json").write_text(text)
-    raises("is not from `labkit bench transfers --save`", read_transfers, tmp_path / "other.json")
+    raises("was not saved by `labkit bench transfers`", read_transfers, tmp_path / "other.json")
 
 
 def test_a_table_has_a_row_for_each_way(found: TransferTimes):

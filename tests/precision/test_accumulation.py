@@ -94,7 +94,7 @@ def test_what_cannot_be_added_up_is_refused_and_removed_it_lets_gradients_be() -
     with pytest.raises(ValueError, match="would round gradients of torch.float64"):
         Fp32Gradients([nn.Parameter(torch.ones(2, dtype=torch.float64))])
     raises(
-        "nothing to accumulate", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)]
+        "at least one parameter", Fp32Gradients, [nn.Parameter(torch.ones(2), requires_grad=False)]
     )
     p = nn.Parameter(torch.ones(2))
     Fp32Gradients([p]).remove()

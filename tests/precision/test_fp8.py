@@ -266,7 +266,7 @@ def test_a_layer_with_two_names_stays_one() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(ValueError, match=r"no nn.Linear of MLP matches 'blocks.\*'; choose from"):
+    with pytest.raises(ValueError, match=r"no nn.Linear of MLP matches 'blocks.\*'; choose one of"):
         use_fp8(MLP([3, 3]), only="blocks.*")
     with pytest.raises(ValueError, match="on CUDA devices only, not on cpu; use simulate=True"):
         Fp8Linear(nn.Linear(3, 3), simulate=False)

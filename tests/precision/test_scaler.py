@@ -179,15 +179,15 @@ def test_clipping_before_unscaling_is_refused(by: str) -> None:
 
 test_arguments_that_cannot_be_are_refused = refusals(
     lambda options: GradScaler(**options),
-    ({"init_scale": 0.0}, "scale=0.0; expected a finite number above 0"),
-    ({"init_scale": "cuda"}, "uses the device of the gradients; leave the device out"),
-    ({"init_scale": -1.0}, "scale=-1.0; expected a finite number"),
-    ({"init_scale": float("nan")}, "scale=nan; expected a finite number"),
-    ({"init_scale": float("inf")}, "scale=inf; expected a finite number"),
-    ({"growth_factor": 1.0}, "growth_factor=1.0; expected a number above 1"),
-    ({"backoff_factor": 1.0}, "backoff_factor=1.0; expected a number in"),
-    ({"backoff_factor": 0.0}, "backoff_factor=0.0; expected a number in"),
-    ({"growth_interval": 0}, "growth_interval=0; expected 1 step or more"),
+    ({"init_scale": 0.0}, "scale=0.0; choose a finite number above 0"),
+    ({"init_scale": "cuda"}, "uses the device of the gradients; omit the device"),
+    ({"init_scale": -1.0}, "scale=-1.0; choose a finite number"),
+    ({"init_scale": float("nan")}, "scale=nan; choose a finite number"),
+    ({"init_scale": float("inf")}, "scale=inf; choose a finite number"),
+    ({"growth_factor": 1.0}, "growth_factor=1.0; choose a number above 1"),
+    ({"backoff_factor": 1.0}, "backoff_factor=1.0; choose a number in"),
+    ({"backoff_factor": 0.0}, "backoff_factor=0.0; choose a number in"),
+    ({"growth_interval": 0}, "growth_interval=0; choose 1 step or more"),
 )
 
 

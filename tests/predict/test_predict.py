@@ -268,7 +268,7 @@ def test_no_size_may_be_less_than_nothing(name: str) -> None:
     for argument, number in good.items():
         wrong = [-1, 0, 1.5, float("inf"), True] if isinstance(number, int) else [-1, float("nan")]
         for one in wrong if not isinstance(number, str) else ():
-            raises(f"{argument}={one}: pass", function, **good | {argument: one})
+            raises(f"{argument}={one}: choose", function, **good | {argument: one})
 
 
 THREE_D = {"vocab": 2, "width": 4, "context": 8, "rows": 1, "sequence": 8, "pp": 2}
@@ -298,11 +298,11 @@ test_impossible_sizes_are_reported = refusals(
     (lambda: predict.ulysses_bytes(8, 1, 3, 2, 4, 2), "^heads=3 is not divisible by ranks=2"),
     (lambda: predict.ulysses_bytes(8, 1, 2, 1, 4, 2), "kv_heads=1 is not divisible by ranks=2"),
     (lambda: predict.bus_factor("all_sum", 2), "'all_sum' has no bus factor; choose one of all_r"),
-    (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: pass more than 0"),
+    (lambda: predict.least_s("reduce", 2, 1, 0), "bytes_per_s=0: choose more than 0"),
     (lambda: predict.algorithm_s("all_reduce", "star", 2, 1, 0, 1), "all_reduce by 'star'"),
     (lambda: predict.interleaved(4, 6, 1, 1, 2), "microbatches=6 is not divisible by stages"),
     (lambda: predict.zero_bubble_h2(4, 6, 1, 1, 1), "4 stages, this schedule needs 7"),
-    (lambda: predict.mfu(1, 0, 1), "step_s=0: pass more than 0"),
+    (lambda: predict.mfu(1, 0, 1), "step_s=0: choose more than 0"),
     (lambda: predict.table(), "table.. needs numbers, with a name for each source"),
 )
 

@@ -48,7 +48,7 @@ def test_an_unknown_name_is_reported_with_the_known_ones(tmp_path: Path) -> None
     raises("no cluster 'frontier'; choose one of h200-node, dgx-h100", cluster, "frontier")
     raises("no rank 8: .* have ranks 0 to 7", cluster("h200-node").level_of, [0, 8])
     rate_of = cluster("v100-cloud").device.peak_flops_of
-    raises("no rate for bfloat16; it has float64, float32, float16", rate_of, "bfloat16")
+    raises("no rate for bfloat16; choose one of float64, float32, float16", rate_of, "bfloat16")
     raises("2 nodes, but no level between", replace, cluster("workstation"), nodes=2)
     raises("nodes=0", replace, cluster("selene"), nodes=0)
     raises("none.toml", read_clusters, tmp_path / "none.toml", error=FileNotFoundError)
@@ -94,11 +94,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
 
 
 RATE, DELAY = '[12e9, "measured"]', '[1e-4, "ping"]'
-NO_SOURCE = "give a number and its source"
+NO_SOURCE = "write a number and its source"
 
 
 @cases(
-    ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; choose from h200"),
+    ('"v100"', '"v1000"', "clusters.mine: no device 'v1000'; choose one of h200"),
     ("nodes = 2", "nodes = 2.5", "nodes = 2.5; it must be a whole number"),
     ("nodes = 2", "", "nodes = None"),
     ("nodes = 2", "nodes = true", "nodes = True"),
@@ -116,8 +116,8 @@ NO_SOURCE = "give a number and its source"
     (DELAY, f'{DELAY}\nreached = [75, "x"]', r"levels\[1\]: reached = 75; it must be a fraction"),
     (DELAY, f'{DELAY}\nreached = [0, "x"]', r"levels\[1\]: reached = 0; it must be greater than 0"),
     (f"latency_s = {DELAY}", "", rf"levels\[1\]: latency_s = None; {NO_SOURCE}"),
-    ("title", "titel", "unknown name 'titel'; choose from device, levels, nodes, title"),
-    ("[clusters.mine]", "[cluster.mine]", "unknown name 'cluster'; choose from clusters, dev"),
+    ("title", "titel", "unknown name 'titel'; choose one of device, levels, nodes, title"),
+    ("[clusters.mine]", "[cluster.mine]", "unknown name 'cluster'; choose one of clusters"),
     ("nodes = 2", "nodes =", "is not valid TOML"),
     ('"v100"', '["v100"]', "no device"),
     ("ports = 1", "ports = 1\ndevices = 2", r"levels\[1\]: unknown name 'devices'"),
@@ -178,9 +178,9 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     raises("no cluster to write", write_clusters, path, {})
     for message, changed in (
         ("PCIe.*: reached has no source", inside(sources=without)),
-        ("would differ when read back", inside(sources=sources | {"weight": "none"})),
-        ("give a number and", inside(bytes_per_s=float("nan"))),
-        ("give a number and", inside(bytes_per_s=float("inf"))),
+        ("would not read back", inside(sources=sources | {"weight": "none"})),
+        ("write a number and", inside(bytes_per_s=float("nan"))),
+        ("write a number and", inside(bytes_per_s=float("inf"))),
         ("0", inside(bytes_per_s=-1)),
         ("RTX 4090: memory_bytes has no source",
          replace(known, device=replace(known.device, sources={}))),

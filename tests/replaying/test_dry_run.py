@@ -201,7 +201,7 @@ def test_what_cannot_be_recorded_is_refused_with_a_reason() -> None:
     raises("step 1 has no forward pass, .* pass step=2", dry_run, two_optimizers, ranks=2)
     assert dry_run(two_optimizers, ranks=2, step=2).ranks[0].spans
     raises("ran 1 training steps and has no step 1", dry_run, train, steps=1, ranks=2)
-    raises("ranks=0; pass at least 1", dry_run, train, ranks=0)
+    raises("ranks=0; choose at least 1", dry_run, train, ranks=0)
 
 
 def test_a_model_that_no_laptop_holds() -> None:

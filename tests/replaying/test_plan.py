@@ -112,7 +112,7 @@ def test_where_no_layout_fits_it_is_reported_with_the_excess() -> None:
     ({"max_memory_bytes": 90e9}, "max_memory_bytes=9e"),
     ({"max_memory_bytes": 0}, "choose more than 0"),
     ({"gpus": 7}, "no layout of 7 ranks"),
-    ({"tp": 7}, "48 heads are not divisible by 7; 1, 2, 3, 4"),
+    ({"tp": 7}, "48 heads are not divisible by 7; choose 1, 2, 3, 4"),
     ({"tp": 7, "max_memory_bytes": 0}, "48 heads are not divisible by 7"),  # layouts before memory
 )
 def test_what_cannot_be_is_one_sentence(options: dict, words: str) -> None:
@@ -277,7 +277,7 @@ def test_a_cluster_file_is_read_and_implausible_numbers_are_reported(tmp_path: P
     text = path.read_text()
     for line, words in (
         ('memory_bytes = [-1, "printed"]', "memory_bytes = -1; it must be greater than 0"),
-        ("", "memory_bytes = None; give a number and its source"),
+        ("", "memory_bytes = None; write a number and its source"),
     ):
         path.write_text(re.sub(r"(?m)^memory_bytes = .*$", line, text))
         assert words in command(asked, 2)

@@ -61,20 +61,20 @@ def test_named_values_are_those_alone() -> None:
 
 test_a_size_that_does_not_factor_is_reported_with_sizes_that_do = refusals(
     lambda asked: layouts(**{"sizes": GPT3, "ranks": 1024, "global_batch": 1536, **asked}),
-    ({"tp": 5}, "tp=5: 96 heads are not divisible by 5; 1, 2, 3, 4, 6, 8, 12, 16, 24"),
-    ({"pp": (2, 7)}, "pp=7: 96 blocks are not divisible by 7; 1, 2, 3"),
+    ({"tp": 5}, "tp=5: 96 heads are not divisible by 5; choose 1, 2, 3, 4, 6, 8, 12, 16, 24"),
+    ({"pp": (2, 7)}, "pp=7: 96 blocks are not divisible by 7; choose 1, 2, 3"),
     ({"dp": 5}, "dp=5: 1536 rows are not divisible by 5"),
     ({"microbatch": 7}, "microbatch=7: 1536 rows"),
     ({"chunks": 9}, "chunks=9: 96 blocks"),
-    ({"tp": 0}, "tp=0: pass a whole number, 1 or more"),
+    ({"tp": 0}, "tp=0: choose a whole number, 1 or more"),
     ({"tp": ()}, "tp has no values to choose from"),
     ({"zero": 3}, "zero=3: choose 0 or 1"),
     ({"recompute": "selective"}, "recompute='selective': choose none or full"),
-    ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; 864 and 1152 ranks would do"),
-    ({"ranks": 1000}, "no layout of 1000 ranks: .*; 864 and 1024 ranks would do"),
-    ({"ranks": 7}, "no layout of 7 ranks: .*; 6 and 8 ranks would do"),
-    ({"ranks": 0}, "ranks=0: pass a whole number"),
-    ({"global_batch": -1}, "global_batch=-1: pass a whole number"),
+    ({"tp": 3}, "no layout of 1024 ranks: .*with tp 3; choose 864 or 1152 ranks"),
+    ({"ranks": 1000}, "no layout of 1000 ranks: .*; choose 864 or 1024 ranks"),
+    ({"ranks": 7}, "no layout of 7 ranks: .*; choose 6 or 8 ranks"),
+    ({"ranks": 0}, "ranks=0: choose a whole number"),
+    ({"global_batch": -1}, "global_batch=-1: choose a whole number"),
     (
         {"sizes": ODD, "ranks": 8, "global_batch": 8, "tp": (2, 4), "sequence": True},
         "sequence=True: 7 positions are not divisible by tp",
@@ -87,7 +87,7 @@ def test_the_ranks_that_would_do_do() -> None:
     for ranks in (864, 1024):
         assert layouts(GPT3, ranks, 1536)
     for ranks in range(865, 1024):
-        raises("864 and 1024", layouts, GPT3, ranks, 1536)
+        raises("864 or 1024", layouts, GPT3, ranks, 1536)
 
 
 def test_the_formulas_count_what_each_choice_is_for() -> None:

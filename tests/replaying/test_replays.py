@@ -147,9 +147,9 @@ def test_measured_computing_keeps_its_times_and_takes_the_wires_of_the_cluster()
 @cases(
     ({"trace": Trace({0: RankTrace(0, 2)})}, "counted operations"),
     ({"cluster": plain(nodes=1, devices=1)}, "2 ranks do not fit on .* 1 x 1 devices; use"),
-    ({"computing": "guessed"}, "'counted' or 'measured'"),
+    ({"computing": "guessed"}, '"counted" or "measured"'),
     ({"computing": "measured"}, "no step of this trace was timed"),
-    ({"steps": [3]}, "step 3 has no counted compute; choose from \\[0\\]"),
+    ({"steps": [3]}, "step 3 has no counted compute; choose one of \\[0\\]"),
 )
 def test_what_cannot_be_replayed_is_refused(change: dict[str, object], message: str) -> None:
     trace = trace_of(*([computed(1, 1), reduced] for reduced in both_reduce()))

@@ -96,9 +96,9 @@ def test_a_single_node_that_is_cut_gets_wires_like_those_inside() -> None:
 
 test_an_impossible_change_is_reported = refusals(
     lambda wrong: changed(POD, **{"ranks": 8, **wrong}),
-    ({"inside_bytes_per_s": 0.0}, "inside_bytes_per_s=0.0; it must be more than 0"),
+    ({"inside_bytes_per_s": 0.0}, "inside_bytes_per_s=0.0: choose more than 0"),
     ({"between_bytes_per_s": float("nan")}, "between_bytes_per_s=nan"),
-    ({"between_latency_s": -1.0}, "between_latency_s=-1.0; it must be 0 or more"),
+    ({"between_latency_s": -1.0}, "between_latency_s=-1.0: choose 0 or more"),
     ({"devices_per_node": 0}, "devices_per_node=0"),
     ({"ranks": 0}, "ranks=0"),
 )

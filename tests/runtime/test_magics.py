@@ -96,13 +96,13 @@ def test_another_size_makes_another_world(shell: InteractiveShell, printed: Prin
     assert values(shell, "4", "size") == [4] * 4
 
 
-USAGE = "give a number of ranks .%%ranks 4. or a list"
+USAGE = "pass a number of ranks .%%ranks 4. or a list"
 
 
 @cases(
     *[(line, UsageError, USAGE) for line in ("four", "1 2", "0,x", "1.5", ",", "-h", "0,,1")],
-    *[(line, UsageError, "give the list a name") for line in ("3 -o", "3 -o 1x", "3 -o a b")],
-    ("0,7", UsageError, "there is no rank 7; choose among 0 to 3"),
+    *[(line, UsageError, "NAME: pass a name") for line in ("3 -o", "3 -o 1x", "3 -o a b")],
+    ("0,7", UsageError, "there is no rank 7; choose 0 to 3"),
     ("0", ValueError, "at least 1"),
     ("-1", ValueError, "at least"),
     ("9999", ValueError, "too many"),

@@ -110,7 +110,7 @@ def test_ranks_that_disagree_are_reported(world2: World) -> None:
         lambda comm: comm.all_reduce(x) if comm.rank else comm.symmetric_empty(50_000, like),
     ):
         raises("symmetric_empty", world2.run, lambda call: call(Comm()), call, error=RankError)
-    negative = "-5 elements; choose 0 or more"
+    negative = r"symmetric_empty\(-5\): choose 0 elements or more"
     raises(negative, world2.run, lambda: filled(-5, 0), error=RankError)
 
 

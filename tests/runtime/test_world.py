@@ -422,7 +422,7 @@ def test_a_closed_world_says_so() -> None:
 
 def test_what_cannot_run_is_refused_and_the_world_goes_on(world2: World) -> None:
     pids = pids_of(world2)
-    raises("needs a function", world2.run, 42, error=TypeError)
+    raises("pass a function", world2.run, 42, error=TypeError)
     raises("rank 2 is not in this world; choose 0 to 1", world2.run_on, [0, 2], lambda: 1)
     raises("rank -1 is not", world2.run_on, [-1], lambda: 1)
     raises("rank '0' is not", world2.run_on, "0", lambda: 1)

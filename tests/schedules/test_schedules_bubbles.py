@@ -167,7 +167,7 @@ def test_equal_layers_are_cut_evenly_and_dear_ones_stand_alone() -> None:
 
 test_layers_that_cannot_be_cut_are_reported = refusals(
     balance,
-    ([1, 1], 3, "stages=3 but 2 layers.*at most 2"),
+    ([1, 1], 3, "stages=3: each stage needs.* 2 layers; choose 1 to 2"),
     ([1, 1], 0, "stages=0"),
     ([1, -1], 2, r"costs\[1\]=-1"),
     ([float("nan"), 1], 2, r"costs\[0\]=nan"),

@@ -235,7 +235,7 @@ def test_an_arrow_for_each_run_of_chunks_and_a_panel_for_each_step(world4: World
     assert sum(isinstance(patch, FancyArrowPatch) for patch in axes.patches) == 6 * 4
     (axes,) = plot.movement(movement, [7]).axes
     assert not any(isinstance(patch, FancyArrowPatch) for patch in axes.patches)
-    raises("choose from 1 to 6, or 7 for the final state", plot.movement, movement, [8])
+    raises("choose 1 to 6, or 7 for the final state", plot.movement, movement, [8])
 
     # The stripes of a panel are what the ranks hold before its step.
     held = [movement.first, *(frame.held for frame in movement.frames)]

@@ -123,8 +123,8 @@ def _owners_of_pieces(trained: Any, parameters: list[Tensor]) -> list[OwnsGradie
     if len(kinds) > 1 or (owners and others):
         name = type(owners[0]).__name__
         raise ValueError(
-            f"clip_grad_norm: a {name} shards these gradients, and the given parameters are not "
-            f"all of its parameters; pass the {name} instead"
+            f"clip_grad_norm: a {name} shards these gradients, but the parameters passed are not "
+            f"exactly its parameters; pass the {name} instead"
         )
     return owners
 

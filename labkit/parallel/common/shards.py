@@ -99,8 +99,8 @@ class Shard(CopiedMark):
         if len({*self.comm.ranks} & {*comm.ranks}) > 1:
             raise ValueError(
                 f"{name} is sharded over ranks {list(self.comm.ranks)}, so ranks "
-                f"{list(comm.ranks)} are not replicas of each other; create the strategy over "
-                "the data-parallel axis of a mesh: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
+                f"{list(comm.ranks)} are not replicas of each other; pass the data-parallel "
+                "axis of a mesh to the strategy: Mesh(dp=..., tp=...), DDP(model, mesh.dp)"
             )
 
 
@@ -109,8 +109,8 @@ def mark_shard(parameter: Tensor, shard: Shard) -> None:
     the parameter lacks that dimension or is smaller than stop - start along it."""
     if parameter.ndim <= shard.dim or parameter.shape[shard.dim] < shard.stop - shard.start:
         raise ValueError(
-            f"a parameter of shape {list(parameter.shape)} cannot be {shard}; mark it with the "
-            "slice that it holds"
+            f"a parameter of shape {list(parameter.shape)} cannot hold slice {shard}; mark it "
+            "with the slice that it holds"
         )
     shard.attach_to(parameter)
 

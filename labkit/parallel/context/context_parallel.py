@@ -105,8 +105,8 @@ class SequenceParts(CopiedMark):
             raise ValueError(
                 f"ranks {list(self.comm.ranks)} use {name} on parts of the same sequences "
                 f"(context_parallel), but ranks {list(comm.ranks)} do not include all of them, so "
-                "its replicas would diverge; create the strategy over the data-parallel and "
-                "context-parallel ranks together: Mesh(dp=..., cp=..., tp=...), DDP(model, "
+                "its replicas would diverge; pass the data-parallel and the context-parallel ranks "
+                "together to the strategy: Mesh(dp=..., cp=..., tp=...), DDP(model, "
                 'mesh["dp", "cp"])'
             )
 
@@ -151,9 +151,8 @@ class _FillPositions:
         if length > context:
             raise ValueError(
                 f"{comm.size} shards of {tokens.shape[1]} tokens make a sequence of {length}, "
-                f"longer than the model's context of {context}; pass each rank its "
-                "sequence_shard(tokens, comm), not all tokens, or build the model with a larger "
-                "context"
+                f"longer than the model's context of {context}; pass sequence_shard(tokens, comm) "
+                "on each rank, not all tokens, or build the model with a larger context"
             )
         bound.arguments["positions"] = positions_of(length, comm, tokens.device)  # [s/n]
         return bound.args, bound.kwargs

@@ -187,7 +187,7 @@ class AsyncParameterServer(Replica):
             raise ValueError(f"max_staleness={self.max_staleness}: choose 0 or more steps, or None")
         if others := set(self.order) - set(range(1, self.comm.size)):
             raise ValueError(
-                f"order has {min(others)}, which is not a worker: workers are ranks 1 to "
+                f"order has {min(others)}, which is not a worker; choose ranks 1 to "
                 f"{self.comm.size - 1}"
             )
 

@@ -144,11 +144,11 @@ class P2PChannel:
         at = f"stage {boundary} (rank {self.comm.rank}), micro-batch {k}"
         if rows != self._rows[k] or x.ndim > MAX_DIMS + 1:
             raise ValueError(
-                f"{at}: its output is {list(x.shape)}, but the micro-batch has {self._rows[k]} "
-                f"rows; a stage must keep rows in dim 0, with at most {MAX_DIMS} dims after it"
+                f"{at}: its output has shape {list(x.shape)}, but the micro-batch has "
+                f"{self._rows[k]} rows; keep rows in dim 0, with at most {MAX_DIMS} dims after it"
             )
         if x.dtype not in DTYPES:
-            raise ValueError(f"{at}: a pipeline cannot send {x.dtype}")
+            raise ValueError(f"{at}: a pipeline cannot send {x.dtype}; cast it, e.g. to float32")
         meta = TensorMeta(x.dtype, tuple(rest), x.requires_grad)
         known = self._metas.setdefault(boundary, meta)
         if known is meta and message.target % self.comm.size != self.comm.rank:

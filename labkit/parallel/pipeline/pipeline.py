@@ -113,7 +113,7 @@ class Pipeline(StagedModel):
         self._agreed: Any = None  # the settings of the last step, equal on all ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("call pipeline.step(x, y), inside torch.no_grad() to evaluate")
+        raise TypeError("a Pipeline has no forward; call step(x, y), inside no_grad() to evaluate")
 
     def step(self, x: Tensor, y: Tensor, scaler: LossScaler | None = None) -> Tensor | None:
         """Run forward and backward of one batch, and leave the gradients in `.grad`.

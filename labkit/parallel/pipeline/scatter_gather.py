@@ -57,7 +57,7 @@ def scatter_gather_over(
     """ScatterGather over `comm`; None if `comm` is None or has one rank. All ranks of `pipeline`
     must call this; all raise ValueError if comms differ or their ranks hold different messages."""
     comm = None if comm is None else Comm.of(comm)
-    own = "not given" if comm is None else f"rank {comm.rank} of {comm.size}"
+    own = "not passed" if comm is None else f"rank {comm.rank} of {comm.size}"
     mismatch = _mismatch(comm, pipeline, list(stages)) if comm and comm.size > 1 else ""
     reports = pipeline.all_gather_object((own, mismatch))
     for rank, (_, mismatch) in enumerate(reports):
@@ -86,7 +86,7 @@ def _mismatch(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
             if getattr(part, "sequence", False) is True and list(over) == ranks:
                 return (
                     f"{path} is sharded along the sequence (sequence=True), so each rank already "
-                    "holds and sends only 1/t of x; leave scatter_gather out"
+                    "holds and sends only 1/t of x; omit scatter_gather"
                 )
         marks = [mark for p in stage.parameters() for mark in marks_of(p)]
         for over in (list(mark.comm.ranks) for mark in marks if isinstance(mark, Shard)):
@@ -94,5 +94,5 @@ def _mismatch(comm: Comm, pipeline: Comm, stages: Sequence[nn.Module]) -> str:
                 return f"parameters are sharded over ranks {over}, not {ranks}; pass mesh.tp"
         others = [mark.comm.ranks for mark in marks if not isinstance(mark, Shard)]
         if any(len({*over} & {*ranks}) > 1 for over in others):
-            return f"ranks {ranks} share sequences (context_parallel); leave scatter_gather out"
+            return f"ranks {ranks} share sequences (context_parallel); omit scatter_gather"
     return ""

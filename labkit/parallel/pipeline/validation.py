@@ -21,7 +21,7 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     size = comm.size
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.ModuleList, nn.Sequential)):
         raise ValueError(
-            f"stages is a {type(stages).__name__}; pass a list of modules, one per stage, as "
+            f"stages has type {type(stages).__name__}; pass a list of modules, one per stage, as "
             f"split(model, {size}) returns"
         )
     count = len(stages)
@@ -33,11 +33,11 @@ def check_stages(stages: Sequence[nn.Module], comm: Comm, chunks: int | None) ->
     if chunks is not None and count != chunks * size:
         raise ValueError(
             f"{count} stages on {size} ranks are {count // size} chunks per rank, not "
-            f"chunks={chunks}; pass {chunks * size} stages, or leave chunks out"
+            f"chunks={chunks}; pass {chunks * size} stages, or omit chunks"
         )
     for index, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
-            raise ValueError(f"stage {index} is a {type(stage).__name__}; it must be an nn.Module")
+            raise ValueError(f"stage {index} has type {type(stage).__name__}; pass an nn.Module")
     # A stage already in DDP is not compared: only its own rank has wrapped the stage.
     own = [None if implements(stage, DataParallel) else _parameters_of(stage) for stage in stages]
     if difference := _difference(own, comm):
@@ -209,9 +209,9 @@ def check_scaler(scaler: LossScaler, pipeline: Any) -> None:
 def check_batch(x: Any, y: Any, microbatches: int, comm: Comm, has_last: bool) -> None:
     """Raises ValueError if the batch cannot be split into `microbatches` micro-batches."""
     if not isinstance(x, Tensor) or x.ndim < 1:
-        what = "a scalar" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        what = "is a scalar" if isinstance(x, Tensor) else f"has type {type(x).__name__}"
         raise ValueError(
-            f"rank {comm.rank}: x is {what}; pass the batch [rows, ...], the same on every rank: "
+            f"rank {comm.rank}: x {what}; pass the batch [rows, ...], the same on every rank: "
             "later stages need its number of rows"
         )
     if len(x) < microbatches:
@@ -247,9 +247,11 @@ def check_agreement(x: Tensor, pipeline: Any, before: Any) -> Any:
 def check_loss_of(loss: Any, needed: bool, at: str) -> None:
     """Raises ValueError for a non-scalar loss, RuntimeError if it lacks a `needed` gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        what = (
+            f"shape {[*loss.shape]}" if isinstance(loss, Tensor) else f"type {type(loss).__name__}"
+        )
         raise ValueError(
-            f"{at}: loss_fn returned {what}; it must return a scalar, the mean over the rows"
+            f"{at}: loss_fn returned a value of {what}; return a scalar, the mean over the rows"
         )
     if needed and torch.is_grad_enabled() and not loss.requires_grad:
         raise RuntimeError(

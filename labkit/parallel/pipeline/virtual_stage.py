@@ -137,7 +137,7 @@ class VirtualStage:
             ) from error
         if not isinstance(y, Tensor):
             raise StageError(
-                f"{at}: it returned a {type(y).__name__}; a stage must return one tensor"
+                f"{at}: its output has type {type(y).__name__}; a stage must return one tensor"
             )
         return y
 

@@ -124,7 +124,9 @@ class SplitTrial:
                 problem = f"is already sharded over {ranks}; shard a model only once"
             elif type(linear) is not nn.Linear:
                 kind = type(linear).__name__
-                problem = f"is a {kind}, not a plain nn.Linear; shard first, then make other edits"
+                problem = (
+                    f"has type {kind}, not plain nn.Linear; shard first, then make other edits"
+                )
             elif "forward" in vars(linear) or any(
                 hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
             ):
@@ -234,8 +236,8 @@ class SplitTrial:
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
             f"tensor_parallel cannot shard {self.path}, a {type(self.layer).__name__}, by the "
-            f"features between {', '.join(self.columns)} and {self.row}: {why}. Give each "
-            "projection its own nn.Linear, rename the layers to leave the module unsharded, or "
+            f"features between {', '.join(self.columns)} and {self.row}: {why}. Use a separate "
+            "nn.Linear for each projection, rename the layers to leave the module unsharded, or "
             "shard it by hand with ColumnParallelLinear and RowParallelLinear"
         )
 

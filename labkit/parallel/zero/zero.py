@@ -82,7 +82,7 @@ class ZeroOptimizer(OwnedShares):
         check_same_on_all_ranks(named, self.comm)
         trainable = [p for p in self._named if p.requires_grad]
         if not trainable:
-            raise ValueError("ZeroOptimizer: no parameter requires gradients")
+            raise ValueError("ZeroOptimizer: pass at least one parameter that requires gradients")
         for group in self.param_groups:
             options = {**defaults, **{k: x for k, x in group.items() if "param" not in k}}
             check_elementwise(optimizer_cls, options, trainable[0].device)

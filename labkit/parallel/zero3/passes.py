@@ -124,7 +124,7 @@ def watch_outputs(output: Any, hook: Callable[[Tensor], None]) -> None:
     outputs = list(tensors_in(output))
     if not outputs and output is not None:
         raise ValueError(
-            f"ZeRO3: a unit returned a {type(output).__name__} without a tensor; return tensors, "
+            f"ZeRO3: a unit's output ({type(output).__name__}) has no tensor; return tensors, "
             "alone or in tuples, lists, dicts or dataclasses"
         )
     for x in outputs:

@@ -155,12 +155,12 @@ def _problem(entries: list[Entry], state: Mapping[str, Any] | None) -> str:
         return ""
     for key, x, flat, index in entries:
         if key not in state:
-            return f"{key} is missing from the state; is it the state of another model?"
+            return f"{key} is missing from the state; load the state of the same model"
         if isinstance(x, Tensor) and state[key].shape != (shape := _shape(x, flat, index)):
             has = f"{list(state[key].shape)} in the state and {list(shape)} in the model"
             return f"{key} is {has}; load the state of the same model"
     unknown = sorted(set(state) - {key for key, *_ in entries})
-    return f"the state has {unknown[0]}, which the model lacks" if unknown else ""
+    return f"the model has no {unknown[0]}; load the state of the same model" if unknown else ""
 
 
 def _gathered(flat: Flat, index: int) -> Tensor:

@@ -220,7 +220,7 @@ def _divisors_of(name: str, given: Several, whole: int, of: str) -> tuple[int, .
         if whole % number:
             raise ValueError(
                 f"{name}={number}: {whole} {of} are not divisible by {number}; "
-                f"{_either(divisors(whole))} would do"
+                f"choose {_either(divisors(whole))}"
             )
     return numbers
 
@@ -244,7 +244,7 @@ def _no_layout(sizes: Sizes, ranks: int, global_batch: int, wanted: Wanted) -> s
         f"no layout of {ranks} ranks: tp must divide {sizes.heads} heads, pp {sizes.depth} blocks, "
         f"dp times the micro-batch {global_batch} rows, and tp · pp · dp must be {ranks}"
         + (f", with {', '.join(named)}" if named else "")
-        + (f"; {' and '.join(str(n) for n in near if n)} ranks would do" if any(near) else "")
+        + (f"; choose {' or '.join(str(n) for n in near if n)} ranks" if any(near) else "")
     )
 
 

@@ -55,7 +55,7 @@ class StepModel:
     ):
         _check(sizes, layout, global_batch, cluster)
         if core not in ("fused", "plain"):
-            raise ValueError(f"core={core!r}: choose 'fused' or 'plain'")
+            raise ValueError(f'core={core!r}: choose "fused" or "plain"')
         self.sizes, self.layout = sizes, layout
         self.microbatches = layout.microbatches(global_batch)
         self.costs = Costs(cluster) if costs is None else costs
@@ -123,12 +123,12 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
         )
     if sizes.heads % layout.tp:
         raise ValueError(
-            f"{sizes.heads} heads are not divisible by tp={layout.tp}; tp must divide the heads"
+            f"{sizes.heads} heads are not divisible by tp={layout.tp}; choose a divisor"
         )
     if layout.sequence and sizes.context % layout.tp:
         raise ValueError(
-            f"{sizes.context} positions are not divisible by tp={layout.tp}; choose a "
-            "different context, or sequence=False"
+            f"{sizes.context} positions are not divisible by tp={layout.tp}; choose "
+            "another context, or sequence=False"
         )
     if layout.zero not in ZERO_STAGES:
         raise ValueError(
@@ -136,7 +136,7 @@ def _check(sizes: Sizes, layout: Layout, global_batch: int, cluster: Cluster) ->
             "micro-batch (labkit.predict.bytes_by_axis counts those bytes)"
         )
     if layout.recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={layout.recompute!r}: choose 'none' or 'full'")
+        raise ValueError(f'recompute={layout.recompute!r}: choose "none" or "full"')
 
 
 # ---- the end of a step

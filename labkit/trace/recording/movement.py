@@ -63,7 +63,7 @@ def watch_collective(
         raise ValueError(f"{collective!r} cannot be watched; choose one of {', '.join(WATCHED)}")
     if not 2 <= size <= MAX_RANKS:
         raise ValueError(
-            f"{ranks_in_words(size)} cannot be watched; make a World of 2 to {MAX_RANKS} ranks"
+            f"{ranks_in_words(size)} cannot be watched; create a World of 2 to {MAX_RANKS} ranks"
         )
     available = [
         name

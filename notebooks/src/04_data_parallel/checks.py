@@ -78,7 +78,8 @@ def _check_weights(
         ratio = float((update * correct_update).sum() / (correct_update * correct_update).sum())
         if not difference(update, ratio * correct_update, 1e-4):
             fail(
-                f"{context}, the update of {name} on rank {rank} is {ratio:.3g} × the right one.",
+                f"{context}, the update of {name} on rank {rank} is {ratio:.3g} × the correct "
+                "update.",
                 expected="an update by the mean of the ranks' gradients",
                 hint="How many gradients did you add, and by what did you divide?",
             )

@@ -6,9 +6,9 @@ from answers import Solution, right, wrong
 # ---- server_step(comm, model, optimizer)
 
 Solution("04.server_step").slips("""
-forgets_to_divide: the update of 0.weight on rank 0 is 2 × the right one
+forgets_to_divide: the update of 0.weight on rank 0 is 2 × the correct update
     p.grad /= comm.size -> pass
-divides_twice: the update of 0.weight on rank 0 is 0.5 × the right one
+divides_twice: the update of 0.weight on rank 0 is 0.5 × the correct update
     /= comm.size -> /= comm.size**2
 discards_the_new_weights: 0.weight on rank 1 has not changed
     comm.recv(p.detach(), 0) -> comm.recv(torch.empty_like(p), 0)

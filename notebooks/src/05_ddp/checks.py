@@ -199,7 +199,8 @@ def _check_gradients(
             ratio = float((actual * correct).sum() / (correct * correct).sum())
             if not difference(actual, ratio * correct, 1e-5):
                 fail(
-                    f"{context}, rank {rank}'s gradient of {name} is {ratio:.3g} × the right one.",
+                    f"{context}, rank {rank}'s gradient of {name} is {ratio:.3g} × the correct "
+                    "gradient.",
                     expected="the mean over the global batch",
                     hint=hint or "How many gradients did you add, and by what did you divide?",
                 )

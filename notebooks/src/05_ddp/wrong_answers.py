@@ -5,9 +5,9 @@ from answers import Solution, wrong
 # ---- average_gradients(comm, model)
 
 Solution("05.average_gradients").slips("""
-forgets_to_divide: rank 0's gradient of 0.weight is 2 × the right one
+forgets_to_divide: rank 0's gradient of 0.weight is 2 × the correct gradient
     p.grad.div_(comm.size) -> pass
-always_divides_by_two: on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the right one
+always_divides_by_two: on 3 ranks, rank 0's gradient of 0.weight is 1.5 × the correct gradient
     div_(comm.size) -> div_(2)
 averages_the_weights: rank 0's gradient of 0.weight is a tensor that differs in
     p.grad.div_(comm.size) -> p.detach().div_(comm.size)
@@ -57,7 +57,7 @@ WaitsAtOnce: rank 0 waited for 6 of its handles
         self.handles[-1].wait()
 NeverWaits: returns before its all_reduce has completed
     handle.wait() -> pass
-ForgetsToDivide: rank 0's gradient of 0.weight is 2 × the right one
+ForgetsToDivide: rank 0's gradient of 0.weight is 2 × the correct gradient
     p.grad.div_(self.comm.size) -> pass
 SendsTheMatricesEarly: had started 3 all-reduces
     self.handles.append(self.comm.all_reduce(p.grad, async_op=True)) ->
@@ -87,7 +87,7 @@ def one_by_one(ddp, parts, weight):
     (F.mse_loss(ddp(x), y) * weight(x)).backward()
 
 
-@wrong("05.accumulate", "rank 0's gradient of 0.weight is 4 × the right one")
+@wrong("05.accumulate", "rank 0's gradient of 0.weight is 4 × the correct gradient")
 def forgets_to_divide_by_the_parts(ddp, parts):
     one_by_one(ddp, parts, lambda x: 1)
 

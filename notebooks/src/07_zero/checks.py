@@ -160,8 +160,8 @@ def choose_buckets(student: Student) -> Iterator[str | Score]:
     if total >= equal_total:
         fail(
             f"the two clusters' peaks add up to {total / 1e6:.1f} MB of gradients.",
-            expected=f"less than {equal_total / 1e6:.1f} MB, the sum for equally many gradients in "
-            "each bucket",
+            expected=f"less than {equal_total / 1e6:.1f} MB, the sum with equal numbers of "
+            "gradients in each bucket",
             hint="A bucket holds memory until it is full and has been sent.",
         )
     yield f"every gradient in one of {MESSAGES} buckets, reduce-scattered by 2 ranks"
@@ -242,7 +242,8 @@ def _check_shares(
             ratio = float((actual * correct).sum() / (correct * correct).sum())
             if not difference(actual, ratio * correct, 1e-5):
                 fail(
-                    f"{context}, rank {rank}'s share of bucket {i} is {ratio:.3g} × the right one.",
+                    f"{context}, rank {rank}'s share of bucket {i} is {ratio:.3g} × the correct "
+                    "share.",
                     expected="the mean over the ranks",
                     hint="Did you divide once, by the number of gradients you added?",
                 )

@@ -24,9 +24,9 @@ Solution("07.ToOwners").slips("""
 AllAtOnce
     reduce_scatter_tensor(self.shares[i], flat, ->
         reduce_scatter(self.shares[i], list(flat.chunk(self.comm.size)),
-ForgetsToDivide: share of bucket 0 is 2 × the right one
+ForgetsToDivide: share of bucket 0 is 2 × the correct share
     self.buckets[i]]) / self.comm.size -> self.buckets[i]])
-DividesTwice: share of bucket 0 is 0.5 × the right one
+DividesTwice: share of bucket 0 is 0.5 × the correct share
     self.buckets[i]]) / self.comm.size -> self.buckets[i]]) / self.comm.size**2
 NeverFrees: still held 5 gradients of buckets in flight
     p.grad = None -> pass

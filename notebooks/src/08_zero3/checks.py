@@ -106,7 +106,7 @@ def _check_gradients(
             continue
         if not difference(actual, size * correct, 1e-4):
             fail(
-                f"{context}: the gradient of layer {i}'s share is {size} × the right one.",
+                f"{context}: the gradient of layer {i}'s share is {size} × the correct gradient.",
                 expected="the mean over the ranks",
                 hint="reduce_scatter computes a sum over the ranks.",
             )

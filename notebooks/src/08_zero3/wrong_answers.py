@@ -53,7 +53,7 @@ KeepsItInCtx: too many between forward and backward
     return x @ weight.T ->
         ctx.full = weight
         return x @ weight.T
-ForgetsToDivide: layer 0's share is 2 × the right one
+ForgetsToDivide: layer 0's share is 2 × the correct gradient
     flat.div_(ctx.comm.size) -> flat
 ReducesNothing: expected: the mean over all ranks' rows
     ctx.comm.reduce_scatter_tensor(mine, flat.div_(ctx.comm.size)) ->

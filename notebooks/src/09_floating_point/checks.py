@@ -209,7 +209,7 @@ def _int8_hint(
     if returned.isnan():
         return "Where does a NaN come from? A block may be all zero."
     if returned == 0 and absmax > 0:
-        return "The scale of another block rounds it to 0: give each block its own scale."
+        return "The scale of another block rounds it to 0: use a separate scale for each block."
     if (returned - expected).abs() < absmax / 100:
         return (
             "Do you round to the nearest level? A cast to int8 truncates. And how many levels are "

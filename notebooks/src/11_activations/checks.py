@@ -79,7 +79,7 @@ def _compare_gradients(found: dict[str, Any], right: dict[str, Any]) -> None:
             continue
         hint = "Which mask does dropout draw in the second forward?"
         if not difference(gradient, 2 * expected, 1e-5):
-            hint = "It is twice the right gradient: does backward run through the layer twice?"
+            hint = "It is twice the correct gradient: does backward run through the layer twice?"
         fail(f"the gradient of {name} is {problem}.", hint=hint)
 
 

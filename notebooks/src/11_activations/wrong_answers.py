@@ -29,7 +29,7 @@ OnlyTheInput: the weights have no gradient
     torch.autograd.backward(outputs, gradients) ->
         found = torch.autograd.grad(outputs, inputs, gradients)
     *(x.grad for x in inputs) -> *found
-Twice: It is twice the right gradient
+Twice: It is twice the correct gradient
     outputs = ctx.layer(*inputs) ->
         others = [x.detach().requires_grad_() for x in inputs]
         torch.autograd.backward(ctx.layer(*others), gradients)

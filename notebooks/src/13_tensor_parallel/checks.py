@@ -41,11 +41,11 @@ TOLERANCE = 1e-5
 
 
 def deviation(found: Any, right: Tensor) -> str:
-    """How a tensor is wrong, such as "2 × the right tensor" for a multiple."""
+    """How a tensor is wrong, such as "2 × the correct tensor" for a multiple."""
     if isinstance(found, Tensor) and found.shape == right.shape:
         factor = float((found * right).sum() / right.square().sum())
         if factor and not difference(found, right * round(factor, 3), 1e-3):
-            return f"{factor:.3g} × the right tensor"
+            return f"{factor:.3g} × the correct tensor"
     return difference(found, right, TOLERANCE)
 
 
@@ -277,6 +277,6 @@ def _check_budget(ways: Any, budget: int) -> None:
         )
     if (elements := held(ways, CHAIN, RANKS)) > budget:
         fail(
-            f"for a budget of {budget:,} elements, a rank holds {elements:,}.",
+            f"for a budget of {budget:,} elements, a rank holds {elements:,} elements.",
             hint='Every rank holds all elements of a layer that is "whole".',
         )

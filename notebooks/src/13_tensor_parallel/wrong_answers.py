@@ -51,7 +51,7 @@ transposed_by_hand
     F.linear(hidden, down.weight) -> hidden @ down.weight.t()
 bias_on_every_rank: how many ranks add the bias?
     F.linear(hidden, down.weight), comm) + down.bias -> down(hidden), comm)
-bias_divided_before_the_sum: gradient of down.bias is 0.5 × the right tensor
+bias_divided_before_the_sum: gradient of down.bias is 0.5 × the correct tensor
     down.weight), comm) + down.bias -> down.weight, down.bias / comm.size), comm)
 bias_divided_after_the_sum: Only 1/2 of the bias
     + down.bias -> + down.bias / comm.size
@@ -66,14 +66,14 @@ f_and_g_swapped: after the second, sum over the ranks
     reduce_from_ranks(F -> copy_to_ranks(F
 no_f: gradient of x is
     copy_to_ranks(x, comm) -> x
-f_twice: gradient of x is 2 × the right tensor
+f_twice: gradient of x is 2 × the correct tensor
     copy_to_ranks(x, comm) -> copy_to_ranks(copy_to_ranks(x, comm), comm)
 without_autograd: rank 0 has no gradient of x
     return reduce_from_ranks(F.linear(hidden, down.weight), comm) + down.bias ->
         y = F.linear(hidden, down.weight).detach()
         comm.all_reduce(y)
         return y + down.bias
-bias_through_f: gradient of down.bias is 2 × the right tensor
+bias_through_f: gradient of down.bias is 2 × the correct tensor
     + down.bias -> + copy_to_ranks(down.bias, comm)
 """)
 
@@ -121,7 +121,7 @@ without_autograd: gradient of rank 0's logits is None
     total, picked = reduce_from_ranks(both, comm) ->
         comm.all_reduce(both)
         total, picked = both
-reduces_in_backward_too: the gradient of rank 0's logits is 2 × the right tensor
+reduces_in_backward_too: the gradient of rank 0's logits is 2 × the correct tensor
     reduce_from_ranks(both, comm) -> copy_to_ranks(reduce_from_ranks(both, comm), comm)
 targets_of_all_ranks: loss is
     at.clamp(0, width - 1)[:, None])[:, 0] * mine -> targets[:, None] % width)[:, 0]

@@ -196,7 +196,7 @@ def _compare_gradients(where: str, size: int, rank: int, found: list[Any]) -> No
             factor = float((gradient * expected).sum() / expected.square().sum())
             fail(
                 f"{where}: the gradient of the {name} is {problem}; on average, it is "
-                f"{factor:.3g} × the right gradient.",
+                f"{factor:.3g} × the correct gradient.",
                 hint=hint,
             )
 

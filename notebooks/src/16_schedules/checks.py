@@ -37,7 +37,7 @@ from .scenarios import (
 )
 
 HINTS = {
-    "known actions": 'A list of actions like Action("forward", 0).',
+    "known actions": 'Return a list of actions such as Action("forward", 0).',
     "exactly once": "Every stage runs one forward and one backward for each micro-batch.",
     "one backward": "backward is both halves; input is one half, weight the other.",
     "deadlock": "Follow the cycle: one of these actions must come earlier.",
@@ -252,7 +252,7 @@ def _check_job(name: str, job: Job, found: Any) -> Schedule:
     bubble = replayed_bubble(schedule, job.costs)
     if bubble >= plain:
         fail(
-            f"for {name}, {bubble:.1%} of the time is idle.",
+            f"for {name}, stages are idle for {bubble:.1%} of the time.",
             expected=f"less than 1F1B's {plain:.1%}",
             hint="Which half of a backward can fill idle time, because no other stage needs it?",
         )

@@ -12,7 +12,7 @@ ignores_the_number_of_microbatches: stage 0 runs F3 at position 3, but there are
     min(stages - 1 - stage, microbatches) -> stages + 3
 drops_the_cool_down: never runs B4
     return actions -> return actions[: len(actions) - (stages - 1 - stage)]
-strings: an Action is needed
+strings: pass an Action
     return actions -> return [str(action) for action in actions]
 returns_nothing: Does the function end with a return?
     return actions -> pass

@@ -277,7 +277,7 @@ def test_a_pipeline_is_not_copied_nor_called_but_its_module_is() -> None:
     made.step(torch.ones(8, 3).double(), torch.zeros(8, 3).double())
     average.update_parameters(made.module)
     assert_equal(list(average.module.parameters()), list(made.module.parameters()))
-    raises(("call pipeline.step(x, y)",), made, torch.ones(8, 3), error=TypeError)
+    raises(("call step(x, y)",), made, torch.ones(8, 3), error=TypeError)
 
 
 def test_fp32_gradients_are_not_copied() -> None:

@@ -183,7 +183,7 @@ def test_parameters_of_a_sharder_and_others_are_refused(strategy: str) -> None:
     parameters = trained(getattr(model, "module", model))
     loss_of(model, mine(batch())).backward()
     for given in (parameters[:1], [*parameters, nn.Parameter(torch.ones(1))]):
-        raises("are not all of its parameters; pass the Z", clip_grad_norm, given, 1.0)
+        raises("are not exactly its parameters; pass the Z", clip_grad_norm, given, 1.0)
 
 
 def both(stage: int, **options: Any) -> list[tuple[Any, Any, Callable[..., torch.Tensor]]]:

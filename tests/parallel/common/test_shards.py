@@ -145,7 +145,7 @@ def test_a_mark_that_cannot_be_is_refused() -> None:
     for dim, start, stop, whole in [(0, 3, 2, 4), (0, 0, 5, 4), (-1, 0, 2, 4), (0, -1, 2, 4)]:
         raises("0 <= start <= stop <= whole", Shard, comm, dim, start, stop, whole)
     for shard in (Shard(comm, 0, 0, 5, 8), Shard(comm, 2, 0, 1, 8)):
-        raises(r"\[4, 3\] cannot be 0:", mark_shard, nn.Linear(3, 4).weight, shard)
+        raises(r"\[4, 3\] cannot hold slice 0:", mark_shard, nn.Linear(3, 4).weight, shard)
 
 
 def test_ranks_with_different_shards_are_not_replicas() -> None:

@@ -257,7 +257,7 @@ def test_bad_input_says_what_would_do() -> None:
         (lambda: core(q, q, q), "a sequence of 20 tokens does not split into 8 equal chunks"),
         (lambda: core(q, q[:, :1], q), "do not fit together"),
         (lambda: edited(tokens), "4 shards of 64 tokens make a sequence of 256, longer than the "
-         "model's context of 64; pass each rank its sequence_shard(tokens, comm), not all tokens"),
+         "model's context of 64; pass sequence_shard(tokens, comm) on each rank, not all tokens"),
         (edit(edited, "ulysses"), "already context-parallel"),
         (edit(gpt(), "ulysses"), "Ulysses: 6 heads are not divisible by 4 context-parallel ranks; "
          'use 1 or 2 or 3 or 6, or way="ring", which takes any number of heads'),

@@ -148,7 +148,7 @@ def test_invalid_arguments_are_refused(world: World) -> None:
         raises((words,), AsyncParameterServer, nn.Linear(2, 2), torch.optim.SGD, lr=0.1, **asked)
 
     world.run(run, "choose 0 or more steps, or None", max_staleness=-1)
-    world.run(run, "order has 4, which is not a worker: workers are ranks 1 to 3", order=[1, 4])
+    world.run(run, "order has 4, which is not a worker; choose ranks 1 to 3", order=[1, 4])
     world.run(run, "order has 0, which is not a worker", order=[0])
     with World(1) as one:
         one.run(run, "at least 2 ranks are needed")

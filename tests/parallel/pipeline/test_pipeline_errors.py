@@ -49,9 +49,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: make(stages(4)), "1f1b has one chunk of the model"),
     "a model instead of stages": (
         lambda: make(gpt()),
-        "stages is a GPT; pass a list of modules, one per stage, as split(model, 2) returns"),
+        "stages has type GPT; pass a list of modules, one per stage, as split(model, 2) returns"),
     "no module": (
-        lambda: make([nn.Tanh(), torch.tanh]), "stage 1 is a builtin_function_or_method"),
+        lambda: make([nn.Tanh(), torch.tanh]), "stage 1 has type builtin_function_or_method"),
     "an unknown schedule": (
         lambda: make(stages(), schedule="2f2b"), "'2f2b'"),
     "too few micro-batches": (
@@ -63,7 +63,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "a batch of 4 rows cannot be split into 5 micro-batches of at least 1 row"),
     "x that is none": (
         lambda: make(stages()).step(None, X),
-        "x is a NoneType; pass the batch [rows, ...], the same on every rank"),
+        "x has type NoneType; pass the batch [rows, ...], the same on every rank"),
     "no loss": (
         lambda: make(stages(), loss_fn=None),
         "rank 1 has the last stage, 1, and computes the loss, but loss_fn was passed on no rank"),
@@ -132,13 +132,19 @@ def with_more() -> nn.Module:
 
 
 @cases(
-    (lambda: split(nn.Sequential(*stages(2)), 3), "3 stages cannot be made from 2 layers"),
-    (lambda: split(gpt(2), 3), "3 stages cannot be made from 2 blocks"),
-    (lambda: split(stages(2), 3, [1, 1]), "stages=3 but 2 layers"),
-    (lambda: split(stages(2), 0), "0 stages cannot be made from 2 layers"),
+    (
+        lambda: split(nn.Sequential(*stages(2)), 3),
+        "stages=3: each stage needs at least one of the 2 layers",
+    ),
+    (lambda: split(gpt(2), 3), "stages=3: each stage needs at least one of the 2 blocks"),
+    (
+        lambda: split(stages(2), 3, [1, 1]),
+        "stages=3: each stage needs at least one of the 2 layers",
+    ),
+    (lambda: split(stages(2), 0), "stages=0: each stage needs at least one of the 2 layers"),
     (lambda: split(stages(2), 2, [1]), "1 costs for 2 layers (0, 1); pass one per layer"),
-    (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of a Linear"),
-    (lambda: split(with_more(), 2), "but a Custom also has extra; pass"),
+    (lambda: split(nn.Linear(2, 2), 2), "split cannot find the layers of Linear"),
+    (lambda: split(with_more(), 2), "but Custom also has extra; pass"),
     (lambda: PacedStage(-1), "forward_s=-1: choose 0 seconds or more"),
     (lambda: PacedStage(1, 2, 3), "weight_s=-1"),
     (lambda: PacedStage(1, 2, 0.5, 0.5), "do not add up to backward_s=2"),
@@ -169,17 +175,18 @@ ON_A_RANK: dict[str, tuple[Callable[[], Any], tuple[int, ...], str]] = {
         "stage 1 (rank 1), micro-batch 0: Linear cannot take [2, 5] float32 from stage 0: "),
     "two outputs": (
         lambda: make([returns(lambda x: (x, x)), nn.Linear(3, 3)]).step(X, X), (0,),
-        "stage 0 (rank 0), micro-batch 0: it returned a tuple"),
+        "stage 0 (rank 0), micro-batch 0: its output has type tuple"),
     "rows that vanish": (
         lambda: make([returns(lambda x: x.flatten()), nn.Linear(3, 3)]).step(X, X), (0,),
-        "stage 0 (rank 0), micro-batch 0: its output is [6], but the micro-batch has 2 rows"),
+        "stage 0 (rank 0), micro-batch 0: its output has shape [6], but the "
+        "micro-batch has 2 rows"),
     "a shape of each micro-batch": (
         a_shape_of_each_micro_batch, (0,),
         "stage 0 (rank 0), micro-batch 1: its output is float32 [rows, 2], but was float32 "
         "[rows, 3] before"),
     "a loss that is no scalar": (
         lambda: make(stages(), loss_fn=lambda out, y: out - y).step(X, X), (1,),
-        "stage 1 (rank 1), micro-batch 0: loss_fn returned [2, 3]; it must return a scalar"),
+        "stage 1 (rank 1), micro-batch 0: loss_fn returned a value of shape [2, 3]; return"),
     "targets of other rows": (
         lambda: make(stages()).step(X, X[:3]), (1,),
         "rank 1 has the last stage and computes the loss, but y has 3 rows and x has 4 rows"),

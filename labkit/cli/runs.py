@@ -42,10 +42,12 @@ def view(
             typer.launch(str(picture))
 
 
-@app.command(epilog="Example:  labkit gather runs/gpt from-node-2/gpt from-node-3/gpt")
+@app.command(epilog="Examples:  labkit gather runs/gpt from-node-2/gpt from-node-3/gpt")
 def gather(
     folder: RunFolder,
-    parts: Annotated[list[Path], Argument(help="The folders that other hosts have recorded.")],
+    parts: Annotated[
+        list[Path], Argument(metavar="PART...", help="Folders that other hosts have recorded.")
+    ],
 ) -> None:
     """Add other hosts' parts to a run that ended before labkit could bring them together."""
     from labkit.trace.folder import gather as add_parts

@@ -1,4 +1,4 @@
-"""What launchers tell the processes that they start, and how these processes find each other.
+"""The variables that launchers set for the processes they start, and how these processes meet.
 
     launcher    rank                    world size              must also be set
     ────────────────────────────────────────────────────────────────────────────────────────

@@ -102,8 +102,8 @@ def run(
     if launcher := launched():
         if ranks is not None:
             raise ValueError(
-                f"{launcher.launcher} has started the ranks; omit --ranks, and pass their number to "
-                f"{launcher.launcher}, as in torchrun --nproc-per-node 4 or srun -n 4"
+                f"{launcher.launcher} has started the ranks; omit --ranks, and pass their number "
+                f"to {launcher.launcher}, as in torchrun --nproc-per-node 4 or srun -n 4"
             )
         me = attach()
         with recorded():

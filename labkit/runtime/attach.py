@@ -38,6 +38,8 @@ class Rank:
         return Comm()
 
 
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # NCCL cannot move CPU tensors
+
 _me: Rank | None = None
 
 
@@ -66,7 +68,8 @@ def attach(
 
     Args:
         backend, timeout_s, seed: used only if `attach` initializes the group. Default backend:
-            LABKIT_BACKEND; else NCCL with gloo for CPU tensors if each rank has a GPU; else gloo.
+            LABKIT_BACKEND; else NCCL if each rank has a GPU and LABKIT_DEVICE is not "cpu"; else
+            gloo. NCCL has gloo for CPU tensors.
         link: the network link to model from this rank to the other ranks.
 
     Raises ValueError if this rank has a different link, or the group uses a different backend.
@@ -87,13 +90,14 @@ def attach(
         )
     if link is not None:
         here.link = link
-    name = str(dist.get_backend())
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
-    device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
-    if use_gpu:
+    name, device = str(dist.get_backend()), torch.device("cpu")
+    if torch.cuda.is_available() and "cuda:nccl" in name:
+        name = "nccl"  # with gloo for CPU tensors
+    if name == "nccl" or asked_for("device", None, "cpu", "cuda") == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    return become(Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name))
+    return become(Rank(dist.get_rank(), dist.get_world_size(), device, name))
 
 
 @contextmanager
@@ -129,11 +133,10 @@ def _init_process_group(backend: str | None, timeout_s: float) -> None:
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     size = int(os.environ.get("WORLD_SIZE", 1))
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    device = asked_for("device", None, "cpu", "cuda")
+    on_cpu = asked_for("device", None, "cpu", "cuda") == "cpu" or not torch.cuda.is_available()
     backend = backend or asked_for("backend", None, "gloo", "nccl")
-    if backend is None:
-        use_gpus = torch.cuda.is_available() and enough_gpus and device != "cpu"
-        backend = "cpu:gloo,cuda:nccl" if use_gpus else "gloo"
+    backend = backend or ("nccl" if enough_gpus and not on_cpu else "gloo")
+    backend = BACKENDS.get(backend, backend)
     if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         use_loopback()
     timeout = timedelta(seconds=timeout_s)

@@ -41,11 +41,12 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     backend = asked_for("backend", backend, "gloo", "nccl")
     device = asked_for("device", device, "cpu", "cuda")
-    if device == "cuda" and not gpus:
-        raise ValueError('device="cuda": torch finds no GPU; leave it out, or see labkit doctor')
     if backend == "nccl":
         if device == "cpu":
-            raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
+            raise ValueError(
+                'backend="nccl" moves GPU tensors only, but the device is "cpu"; use '
+                'backend="gloo", or unset LABKIT_BACKEND or LABKIT_DEVICE'
+            )
         if gpus < size or not dist.is_nccl_available():
             raise ValueError(
                 f'backend="nccl" needs a GPU for each of the {size} ranks, but there are '
@@ -68,17 +69,17 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
 
 
 def asked_for(what: str, given: str | None, *choices: str) -> str | None:
-    """The argument `what`, or else the variable LABKIT_WHAT; None where neither is set. Raises
-    ValueError for any other choice."""
-    variable = f"LABKIT_{what.upper()}"
-    source, name = (what, given) if given is not None else (variable, os.environ.get(variable))
-    if source == variable and not name:
-        return None
-    if name not in choices:
-        first, second = choices
-        raise ValueError(
-            f'{source}={name!r}: choose "{first}", "{second}" or none (the best available)'
-        )
+    """The argument `what`, or else the variable LABKIT_WHAT; None if neither is set. Raises
+    ValueError for any other choice, or for "cuda" without a GPU."""
+    source, name = what, given
+    if given is None:
+        source = f"LABKIT_{what.upper()}"
+        name = os.environ.get(source) or None
+    if name not in (None, *choices):
+        either = " or ".join(f'"{choice}"' for choice in choices)
+        raise ValueError(f"{source}={name!r}: choose {either}, or leave it out for the best")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'{source}="cuda": torch finds no GPU; leave it out, or see labkit doctor')
     return name
 
 

@@ -18,7 +18,6 @@ from labkit.bench.harness import StepTimes
 from labkit.memory.flash_attention import flash
 from labkit.models.attention import PlainAttention
 from labkit.runtime.progress import progress
-from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,8 +56,8 @@ def _at(length: int, turns: int, where: torch.device) -> StepTimes:
 
 
 def _step(core: Core, qkv: Tensor) -> None:
-    qkv.grad = None
     core(*qkv).sum().backward()
+    qkv.grad = None
 
 
 def _peak_bytes(step: Callable[[], None], where: torch.device) -> int:
@@ -67,13 +66,14 @@ def _peak_bytes(step: Callable[[], None], where: torch.device) -> int:
     step()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-        held_bytes = torch.cuda.memory_allocated(where)
+        before_bytes = torch.cuda.memory_allocated(where)
         torch.cuda.reset_peak_memory_stats(where)
         step()
-        return torch.cuda.max_memory_allocated(where) - held_bytes
+        return torch.cuda.max_memory_allocated(where) - before_bytes
     with record(detail_step=0) as trace:
         step()
-    return sum(peak_memory(trace.ranks[0]).values())
+    held_bytes = [sum(point.held_bytes) for point in trace.ranks[0].memory]
+    return max(held_bytes) - held_bytes[0]
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

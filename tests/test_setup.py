@@ -293,7 +293,7 @@ def test_each_target_sets_up_first(workplace: Workplace, target: str):
 
 
 def test_no_target_is_left_out_above():
-    assert targets() == TARGETS_IN_VENV | {"help", "setup", "clean", "test-here"}
+    assert targets() == TARGETS_IN_VENV | {"help", "setup", "clean", "test-here", "gpu"}
 
 
 def change_the_pins(workplace: Workplace) -> None:

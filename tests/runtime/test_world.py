@@ -327,6 +327,7 @@ def test_a_world_of_one_is_the_same_code_and_threads_are_torchs(world2: World) -
 
 
 def test_a_modelled_wire_is_gloos_where_nccl_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)

@@ -5,7 +5,6 @@ written in Python, a tile at a time; torch's is one kernel.
 
 import gc
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 
 import torch
@@ -49,8 +48,7 @@ def _at(length: int, turns: int, where: torch.device) -> StepTimes:
     seconds = harness.take_turns(cases, turns, f"attention over {length} positions")
     about = {
         "length": length, "shape": f"{ROWS} x {HEADS} heads of {WIDTH}", "dtype": str(dtype)[6:],
-        "device": harness.device_name(where), "torch": torch.__version__,
-        "date": date.today().isoformat(),
+        "device": harness.device_name(where),
     }  # fmt: skip
     return StepTimes(about, seconds, [], {"peak_bytes": peaks})
 

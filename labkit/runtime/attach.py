@@ -39,7 +39,6 @@ class Rank:
 
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # NCCL cannot move CPU tensors
-
 _me: Rank | None = None
 
 
@@ -68,8 +67,7 @@ def attach(
 
     Args:
         backend, timeout_s, seed: used only if `attach` initializes the group. Default backend:
-            LABKIT_BACKEND; else NCCL if each rank has a GPU and LABKIT_DEVICE is not "cpu"; else
-            gloo. NCCL has gloo for CPU tensors.
+            LABKIT_BACKEND; else NCCL if each rank has a GPU, unless LABKIT_DEVICE=cpu; else gloo.
         link: the network link to model from this rank to the other ranks.
 
     Raises ValueError if this rank has a different link, or the group uses a different backend.
@@ -91,8 +89,7 @@ def attach(
     if link is not None:
         here.link = link
     name, device = str(dist.get_backend()), torch.device("cpu")
-    if torch.cuda.is_available() and "cuda:nccl" in name:
-        name = "nccl"  # with gloo for CPU tensors
+    name = "nccl" if torch.cuda.is_available() and "cuda:nccl" in name else name
     if name == "nccl" or asked_for("device", None, "cpu", "cuda") == "cuda":
         local = int(os.environ.get("LOCAL_RANK", 0))
         device = torch.device("cuda", local % torch.cuda.device_count())
@@ -134,8 +131,8 @@ def _init_process_group(backend: str | None, timeout_s: float) -> None:
     size = int(os.environ.get("WORLD_SIZE", 1))
     enough_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))
     on_cpu = asked_for("device", None, "cpu", "cuda") == "cpu" or not torch.cuda.is_available()
-    backend = backend or asked_for("backend", None, "gloo", "nccl")
-    backend = backend or ("nccl" if enough_gpus and not on_cpu else "gloo")
+    best = "nccl" if enough_gpus and not on_cpu else "gloo"
+    backend = backend or asked_for("backend", None, "gloo", "nccl") or best
     backend = BACKENDS.get(backend, backend)
     if not launched or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         use_loopback()

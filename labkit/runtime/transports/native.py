@@ -75,8 +75,7 @@ class Native(Transport):
         return LaneWork(lambda: 0).run()
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
-        # Without a device, torch uses gloo if the group has it, which does not wait for the GPU.
-        devices = [note.device.index] if note.is_cuda else None
+        devices = [note.device.index] if note.is_cuda else None  # by default, torch uses gloo
         return dist.barrier(self.group, async_op=True, device_ids=devices)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:

@@ -200,7 +200,7 @@ def _links(report: Findings) -> None:
         with World(2, timeout_s=20) as world:
             ready_s = time.perf_counter() - began_s
             latency_s, seconds = world.run(_time_messages)[0]
-    except (RankError, RuntimeError, OSError) as error:
+    except (RankError, RuntimeError, OSError, ValueError) as error:
         report.problems.append(f"two ranks could not communicate: {error}")
         return
     report.add("ranks", "startup of two ranks", f"{ready_s:.2f} s for the first World")

@@ -5,7 +5,6 @@ runs in Python, one tile at a time; torch's is a single kernel.
 
 import gc
 from collections.abc import Callable, Sequence
-from datetime import date
 from functools import partial
 
 import torch
@@ -18,7 +17,6 @@ from labkit.bench.harness import StepTimes
 from labkit.memory.flash_attention import flash
 from labkit.models.attention import PlainAttention
 from labkit.runtime.progress import progress
-from labkit.trace.measures import peak_memory
 from labkit.trace.recording import record
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,15 +48,14 @@ def _at(length: int, turns: int, where: torch.device) -> StepTimes:
     seconds = harness.take_turns(cases, turns, f"attention over {length} positions")
     about = {
         "length": length, "shape": f"{ROWS} x {HEADS} heads of {WIDTH}", "dtype": str(dtype)[6:],
-        "device": harness.device_name(where), "torch": torch.__version__,
-        "date": date.today().isoformat(),
+        "device": harness.device_name(where),
     }  # fmt: skip
     return StepTimes(about, seconds, [], {"peak_bytes": peaks})
 
 
 def _step(core: Core, qkv: Tensor) -> None:
-    qkv.grad = None
     core(*qkv).sum().backward()
+    qkv.grad = None
 
 
 def _peak_bytes(step: Callable[[], None], where: torch.device) -> int:
@@ -67,13 +64,14 @@ def _peak_bytes(step: Callable[[], None], where: torch.device) -> int:
     step()
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-        held_bytes = torch.cuda.memory_allocated(where)
+        before_bytes = torch.cuda.memory_allocated(where)
         torch.cuda.reset_peak_memory_stats(where)
         step()
-        return torch.cuda.max_memory_allocated(where) - held_bytes
+        return torch.cuda.max_memory_allocated(where) - before_bytes
     with record(detail_step=0) as trace:
         step()
-    return sum(peak_memory(trace.ranks[0]).values())
+    held_bytes = [sum(point.held_bytes) for point in trace.ranks[0].memory]
+    return max(held_bytes) - held_bytes[0]
 
 
 def table(measured: Sequence[StepTimes]) -> Table:

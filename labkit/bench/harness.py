@@ -95,8 +95,7 @@ def take_turns(
 
 def sync_of(device: torch.device) -> Callable[[], object]:
     """A function that waits until the device has finished all work."""
-    on_gpu = device.type == "cuda"
-    return partial(torch.cuda.synchronize, device) if on_gpu else lambda: None
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
 
 
 def device_name(device: torch.device) -> str:

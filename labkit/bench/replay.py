@@ -91,8 +91,8 @@ def bench_replay(
     """Predict and measure each model; the cases are "computing", "replayed" and "measured"."""
     measured = []
     with (
-        World(ranks, link=UNPACED, check=False) as fast,
-        World(ranks, link=LINK, check=False) as paced,
+        World(ranks, device="cpu", link=UNPACED, check=False) as fast,
+        World(ranks, device="cpu", link=LINK, check=False) as paced,
     ):
         cases: dict[str, Callable[[], Any]] = {
             "replayed": lambda: _replayed(fast),

@@ -39,6 +39,7 @@ class Rank:
         return Comm()
 
 
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # NCCL cannot move CPU tensors
 _me: Rank | None = None
 
 
@@ -68,7 +69,7 @@ def attach(
 
     Args:
         backend, timeout_s, seed: used only if `attach` initializes the group. Default backend:
-            LABKIT_BACKEND; else NCCL with gloo for CPU tensors if each rank has a GPU; else gloo.
+            LABKIT_BACKEND; else NCCL if each rank has a GPU, unless LABKIT_DEVICE=cpu; else gloo.
         link: the network link to model from this rank to the other ranks.
 
     Raises ValueError if this rank has a different link, or the group uses a different backend.
@@ -80,9 +81,9 @@ def attach(
         if link is not None and link != here.link:
             raise ValueError(f"attach(link={link}): this rank's link is {here.link}; omit link")
         return _me
-    use_gpu = None
+    on_gpu = None
     if not dist.is_initialized():
-        use_gpu = _init_process_group(backend, timeout_s)
+        on_gpu = _init_process_group(backend, timeout_s)
         torch.manual_seed(seed)
     elif backend is not None and backend != dist.get_backend():
         raise ValueError(
@@ -91,13 +92,15 @@ def attach(
     if link is not None:
         here.link = link
     name = str(dist.get_backend())
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if use_gpu is None:
-        use_gpu = torch.cuda.is_available() and (name == "nccl" or "cuda:nccl" in name)
-    device = torch.device("cuda", local % torch.cuda.device_count()) if use_gpu else "cpu"
-    if use_gpu:
+    name = "nccl" if torch.cuda.is_available() and "cuda:nccl" in name else name
+    if on_gpu is None:
+        on_gpu = name == "nccl" or asked_for("device", None, "cpu", "cuda") == "cuda"
+    device = torch.device("cpu")
+    if on_gpu:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    return become(Rank(dist.get_rank(), dist.get_world_size(), torch.device(device), name))
+    return become(Rank(dist.get_rank(), dist.get_world_size(), device, name))
 
 
 @contextmanager
@@ -132,23 +135,26 @@ def _init_process_group(backend: str | None, timeout_s: float) -> bool:
     """Create the process group; return whether this rank computes on a GPU."""
     check_transport(VARIABLE, os.environ.get(VARIABLE))
     backend = backend or asked_for("backend", None, "gloo", "nccl")
-    on_cpu = backend == "gloo" or asked_for("device", None, "cpu", "cuda") == "cpu"
-    use_gpus, timeout = torch.cuda.is_available() and not on_cpu, timedelta(seconds=timeout_s)
+    asked = asked_for("device", None, "cpu", "cuda")
+    on_cpu = asked == "cpu" or (backend == "gloo" and asked is None)
+    on_gpu, timeout = torch.cuda.is_available() and not on_cpu, timedelta(seconds=timeout_s)
     me = launched()
     if me is None:
         check_alone()
         use_loopback()
         store, rank, size = dist.HashStore(), 0, 1
-        backend = backend or ("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
+        best = "nccl" if on_gpu else "gloo"
     else:
-        store, members = meet(me, use_gpus, timeout_s)
-        rank, size = me.rank, me.size
-        backend = backend or backend_for(members)
+        store, members = meet(me, on_gpu, timeout_s)
+        rank, size, best = me.rank, me.size, backend_for(members)
         if len({member.host for member in members}) == 1:
             use_loopback()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    backend = backend or best
+    dist.init_process_group(
+        BACKENDS.get(backend, backend), store=store, rank=rank, world_size=size, timeout=timeout
+    )
     atexit.register(leave)
-    return use_gpus
+    return on_gpu
 
 
 def leave() -> None:

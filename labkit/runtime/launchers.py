@@ -146,7 +146,7 @@ def backend_for(members: list[Member]) -> str:
             "LABKIT_DEVICE=cpu"
         )
     own_gpus = len({(x.host, x.gpu) for x in members}) == len(members)
-    return "cpu:gloo,cuda:nccl" if own_gpus and not without else "gloo"
+    return "nccl" if own_gpus and not without else "gloo"
 
 
 def _address_towards(host: str) -> str:

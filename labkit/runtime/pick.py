@@ -35,17 +35,19 @@ class Pick:
 
 
 def pick(size: int, backend: str | None, device: str | None, paced: bool = False) -> Pick:
-    """Choose the backend and device: as given, or LABKIT_BACKEND and LABKIT_DEVICE, or the best
-    available. `paced`: over a modeled link, which only gloo supports. Raises ValueError for a
-    choice that this machine does not support."""
+    """Choose the backend and device: as given, or LABKIT_BACKEND and LABKIT_DEVICE, or the best.
+    `paced`: over a modeled link (gloo only). Raises ValueError for an unsupported choice."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if paced and backend == "nccl":
+        raise ValueError('backend="nccl" cannot model a link; omit one of the two')
     backend = asked_for("backend", backend, "gloo", "nccl")
     device = asked_for("device", device, "cpu", "cuda")
-    if device == "cuda" and not gpus:
-        raise ValueError('device="cuda": torch finds no GPU; omit device, or run labkit doctor')
-    if backend == "nccl":
+    if backend == "nccl" and not paced:
         if device == "cpu":
-            raise ValueError('backend="nccl" moves GPU tensors only; use backend="gloo" on the CPU')
+            raise ValueError(
+                'backend="nccl" moves GPU tensors only, but device="cpu"; use backend="gloo", or '
+                "unset LABKIT_BACKEND or LABKIT_DEVICE"
+            )
         if gpus < size or not dist.is_nccl_available():
             raise ValueError(
                 f'backend="nccl" needs a GPU for each of the {size} ranks, but there are '
@@ -58,7 +60,7 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
         return Pick("gloo", "cpu", "the CPU as asked")
     if not gpus:
         return Pick("gloo", "cpu", "torch sees no GPU here")
-    if backend is None and gpus >= size and dist.is_nccl_available():
+    if backend != "gloo" and gpus >= size and dist.is_nccl_available():
         if paced:
             return Pick("gloo", "cuda", f"{gpus} GPUs, but NCCL's messages cannot be paced")
         return Pick("nccl", "cuda", f"{gpus} GPUs, one for each rank")
@@ -68,17 +70,16 @@ def pick(size: int, backend: str | None, device: str | None, paced: bool = False
 
 
 def asked_for(what: str, given: str | None, *choices: str) -> str | None:
-    """The argument `what`, or else the variable LABKIT_WHAT; None where neither is set. Raises
-    ValueError for any other choice."""
-    variable = f"LABKIT_{what.upper()}"
-    source, name = (what, given) if given is not None else (variable, os.environ.get(variable))
-    if source == variable and not name:
-        return None
-    if name not in choices:
-        first, second = choices
-        raise ValueError(
-            f'{source}={name!r}: choose "{first}", "{second}" or none (the best available)'
-        )
+    """The argument `what`, or else the variable LABKIT_WHAT; None if neither is set. Raises
+    ValueError for any other choice, or for "cuda" without a GPU."""
+    source, name = what, given
+    if given is None:
+        source = f"LABKIT_{what.upper()}"
+        name = os.environ.get(source) or None
+    if name not in (None, *choices):
+        raise ValueError(f"{source}={name!r}: choose {' or '.join(choices)}, or omit it")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f'{source}="cuda": torch finds no GPU; omit it, or run labkit doctor')
     return name
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from labkit.comm import Board, CollectiveMismatch, CommError, Link, TwoLevel, here
-from labkit.runtime.attach import Rank, become, current, leave, use_loopback
+from labkit.runtime.attach import BACKENDS, Rank, become, current, leave, use_loopback
 from labkit.runtime.channel import Channel, connect
 from labkit.runtime.dispatcher import Dispatcher
 from labkit.runtime.errors import RemoteError
@@ -39,7 +39,6 @@ from labkit.trace.recording import OnRank
 HELLO = struct.Struct("<16sHB")  # the world's token, rank, stream
 CONTROL, OUTPUT = range(2)
 STARTUP_TIMEOUT_S = 60.0  # for all ranks to join the group, even on a loaded machine
-BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}  # NCCL cannot move CPU tensors
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 KEPT_BYTES, MAX_FROM_HEAP_BYTES = 512 * 2**20, 32 * 2**20  # the second is glibc's maximum
 
@@ -124,12 +123,14 @@ def _start_up(spec: Spec) -> Channel:
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
         # Exceeds the board's timeout, because the board reports more; a timedelta must be finite.
         timeout_s = min(spec.timeout_s, 3e9) + 1
+        # gloo's messages keep the timeout for joining, so it is longer only if the board reports.
+        joining_s = max(timeout_s, STARTUP_TIMEOUT_S) if spec.check else timeout_s
         dist.init_process_group(
             BACKENDS[spec.backend],
             store=store,
             rank=spec.rank,
             world_size=spec.size,
-            timeout=timedelta(seconds=max(timeout_s, STARTUP_TIMEOUT_S)),
+            timeout=timedelta(seconds=joining_s),
         )
         _set_pg_timeout(timedelta(seconds=timeout_s))
     except BaseException as error:

@@ -1,6 +1,7 @@
 """The labs: editions in sync with their source, the form of a lab, and outputs as shown."""
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from command import run
+from command import python, run
 from places import ROOT
 
 pytest.importorskip("jupytext", reason="the labs are built with jupytext")
@@ -16,6 +17,7 @@ pytest.importorskip("nbclient", reason="the labs are run by nbclient")
 
 import nbformat
 
+import as_script
 import editions
 from editions import (
     BEGIN,
@@ -50,6 +52,42 @@ CHINESE = re.compile("[\u4e00-\u9fff]")
 @each_lab
 def test_the_editions_are_in_step_with_the_source(lab: Path):
     assert out_of_step(lab) == []
+
+
+@each_lab
+def test_a_lab_as_a_script_has_the_cells_of_the_notebook(lab: Path):
+    cells = as_script.code_cells((lab / "lab.py").read_text(encoding="utf-8"))
+    assert [x.text for x in cells] == [x.source for x in solved(lab).cells if x.cell_type == "code"]
+
+
+SCRIPT = """
+# %% tags=["nbval-check-output"]
+# %load_ext labkit
+"same"
+# %% tags=["nbval-check-output"]
+# %%ranks
+rank + 5
+# %% tags=["raises-exception"]
+1 / 0
+# %% tags=["raises-exception"]
+fine = 1
+# %% tags=["nbval-check-output"]
+print("now")
+"""
+
+
+def test_a_lab_as_a_script_reports_what_differs(tmp_path: Path):
+    for folder in (tmp_path / "solutions", tmp_path / "src" / "99_fake"):
+        folder.mkdir(parents=True)
+    (folder / "lab.py").write_text(SCRIPT)
+    printed = ["'same'", " ".join(f"rank {r}: {r + 5}" for r in range(4)), "", "", "then"]
+    cells = [{"cell_type": "code", "outputs": [{"name": "stdout", "text": [x]}]} for x in printed]
+    (tmp_path / "solutions" / "99_fake.ipynb").write_text(json.dumps({"cells": cells}))
+    program = """import sys, pathlib; sys.path.append(sys.argv[1]); import as_script
+as_script.SRC = pathlib.Path(sys.argv[2]); as_script.run_lab(as_script.SRC / "99_fake")"""
+    done = python("-c", program, ROOT / "notebooks/src", tmp_path / "src").stdout
+    problems = re.findall(r"@@@ cell (\d), .*?: (.*)", done)
+    assert problems == [("4", "it raised nothing"), ("5", "the solved edition has")], done
 
 
 def test_there_is_no_notebook_without_a_source():

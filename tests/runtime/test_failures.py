@@ -3,6 +3,7 @@ which rank, where and why, and in a world whose next run works."""
 
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -550,14 +551,16 @@ def test_plain_torch_calls_that_hang_end_at_the_timeout(hasty: World) -> None:
 
 
 @pytest.mark.slow
-def test_without_the_board_a_hang_ends_at_the_timeout() -> None:
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_without_the_board_a_hang_ends_at_the_timeout(transport: str) -> None:
     def never_arrive() -> None:
         if Comm().rank == 1:
             nap_instead()
         Comm().barrier()
 
-    with World(2, timeout_s=1, check=False) as world:
-        assert "barrier failed" in failure(world, never_arrive, kind="stuck")
+    with World(2, timeout_s=1, check=False, transport=transport) as world:
+        text = failure(world, never_arrive, kind="stuck")
+        assert "barrier failed" in text and re.search("Timed out waiting 2(000m)? ?s", text)
 
 
 @pytest.mark.slow

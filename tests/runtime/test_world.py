@@ -1,6 +1,7 @@
 """The contract of `World`: what a run gives back, what the ranks keep, what they print, what is
 refused. How runs fail is in test_failures.py."""
 
+import marshal
 import os
 import platform
 import random
@@ -14,9 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import CodeType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -27,9 +30,11 @@ import labkit
 import labkit.comm
 from command import python
 from labkit import Comm, Link, RankError, World
+from labkit.runtime import cells, pickling
 from labkit.runtime import output as output_module
 from labkit.runtime.output import RankOutput
 from labkit.runtime.pick import MAX_RANKS, Pick, pick
+from labkit.runtime.transports.native import Native
 from places import SUPPORT
 from provoke import alive, gone, ranks_of_servers, servers, until
 from tables import cases, raises
@@ -322,12 +327,61 @@ def test_a_world_of_one_is_the_same_code_and_threads_are_torchs(world2: World) -
 
 
 def test_a_modelled_wire_is_gloos_where_nccl_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LABKIT_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert pick(4, None, None) == Pick("nccl", "cuda", "4 GPUs, one for each rank")
+    monkeypatch.setenv("LABKIT_BACKEND", "nccl")
     paced = pick(4, None, None, paced=True)
     assert (paced.backend, paced.device) == ("gloo", "cuda") and "paced" in paced.why
+    raises("cannot model a link", pick, 4, "nccl", None, paced=True)
+
+
+def test_variables_choose_what_no_argument_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
+    def picked(backend: str, device: str, *arguments: str | None) -> tuple[str, str]:
+        with patch.dict(os.environ, LABKIT_BACKEND=backend, LABKIT_DEVICE=device):
+            chosen = pick(2, *(arguments or (None, None)))
+        return chosen.backend, chosen.device
+
+    assert picked("", "") == picked("nccl", "") == picked("gloo", "cpu", "nccl", "cuda")
+    assert picked("", "cpu") == picked("gloo", "") == picked("nccl", "cuda", "gloo", "cpu")
+    assert picked("gloo", "cuda") == picked("gloo", "", None, "cuda") == ("gloo", "cuda")
+    raises("LABKIT_DEVICE='tpu': choose cpu or cuda", picked, "", "tpu")
+    raises("device=.cpu.; .* unset LABKIT_BACKEND or LABKIT_DEVICE", picked, "nccl", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    raises('LABKIT_DEVICE="cuda": torch finds no GPU', picked, "", "cuda")
+
+
+def test_code_keeps_its_file_where_cloudpickle_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_file(code: CodeType) -> Any:
+        return marshal.loads, (marshal.dumps(code.replace(co_filename="")),)
+
+    monkeypatch.setitem(cloudpickle.Pickler.dispatch_table, CodeType, without_file)
+    cells.run("def outer():\n    return lambda: 1 / 0", "7.py", names := {"__name__": "__main__"})
+    for function in (names["outer"], names["outer"]()):
+        code = pickling.unpack(pickling.dumps(function, "it")).__code__
+        assert (code.co_filename, code.co_firstlineno) == ("7.py", function.__code__.co_firstlineno)
+
+
+@on_each_rank("world2")
+def test_gloo_that_lacks_an_all_to_all_of_lists_has_one_of_flat_buffers() -> None:
+    me, error = Comm().rank, RuntimeError("Backend gloo does not support alltoall")
+    ins = [torch.full((me + 1, peer + 1), 10 * me + peer) for peer in range(2)]
+    outs = [torch.empty(peer + 1, me + 1, dtype=torch.int64) for peer in range(2)]
+    with patch.object(dist, "all_to_all", side_effect=error):
+        Native(Comm().group, "gloo").all_to_all(outs, ins, None).wait()
+    assert [out.unique().tolist() for out in outs] == [[me], [10 + me]]
+
+
+def test_a_barrier_of_nccl_is_on_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "barrier", lambda *args, **options: options["device_ids"])
+    native, gpu = SimpleNamespace(group=None), torch.device("cuda", 3)
+    assert Native.barrier(native, SimpleNamespace(is_cuda=True, device=gpu), None) == [3]
 
 
 def test_picked_says_what_and_why(world2: World) -> None:

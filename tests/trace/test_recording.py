@@ -15,7 +15,9 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from labkit import DDP, GPT, MLP, Batch, Comm, Link, NaiveDDP, RankError, World,
 from labkit.comm import here
 from labkit.parallel.common.held import held
 from labkit.plot.choice import choose_step
-from labkit.runtime.clock import StreamClock
+from labkit.runtime.clock import HostClock, StreamClock
 from labkit.trace import CATEGORIES, Span, Trace
 from labkit.trace.folder import read_run
 from labkit.trace.recording.recorder import Recorder
@@ -387,6 +389,28 @@ def test_on_a_gpu_times_are_those_of_its_stream(monkeypatch: pytest.MonkeyPatch)
     assert clock.settle(patience_s=0)
     assert [x.ended_s - x.began_s for x in spans] == pytest.approx([10, 10, 10])
     assert spans[2].began_s - spans[0].began_s == pytest.approx(40)
+
+
+def test_clocks_align_and_nothing_ends_after_its_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, now_s = FakeGpu(monkeypatch), iter([100.0, 500.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now_s, 1000.0))
+    clock, event = StreamClock(), SimpleNamespace(ended_s=0.0, wait_ended_s=0.0)
+    clock.mark(before := SimpleNamespace(), "ended_s")
+    clock.align()
+    clock.mark(event, "wait_ended_s")
+    clock.mark(event, "ended_s")  # as the side stream sees it, later
+    gpu.synchronize()
+    assert clock.settle()
+    assert (before.ended_s, event.ended_s, event.wait_ended_s) == (110, 510, 510)
+
+
+def test_only_a_step_that_ended_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostClock, "align", aligned := Mock())
+    with suppress(KeyError), record(detail_step=0):
+        raise KeyError
+    aligned.assert_not_called()
+    recorded(Loop().step, detail_step=0)
+    aligned.assert_called_once()
 
 
 def train(wrap: Callable[[nn.Module], nn.Module] | None, steps: int = 3) -> Any:

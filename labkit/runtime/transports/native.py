@@ -68,15 +68,15 @@ class Native(Transport):
                 raise
         # In torch 2.11, gloo has no all-to-all for lists, only for flat buffers.
         received, sent = ([x.numel() for x in chunks] for chunks in (outs, ins))
-        flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
-        joined = torch.cat([x.flatten() for x in ins])
+        flat, joined = (torch.cat([x.flatten() for x in chunks]) for chunks in (outs, ins))
         dist.all_to_all_single(flat, joined, received, sent, group=self.group)
         for out, part in zip(outs, flat.split(received), strict=True):
             out.copy_(part.view_as(out))
         return LaneWork(lambda: 0).run()
 
     def barrier(self, note: torch.Tensor, call: Call) -> Work:
-        return dist.barrier(self.group, async_op=True)
+        devices = [note.device.index] if note.is_cuda else None  # by default, torch uses gloo
+        return dist.barrier(self.group, async_op=True, device_ids=devices)
 
     def ring_exchange(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> Work:
         """Batch send and receive: a separate NCCL send would wait for a receive not yet posted."""

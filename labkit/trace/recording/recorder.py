@@ -63,7 +63,7 @@ class Recorder:
     def __exit__(self, kind: type | None, *rest: Any) -> None:
         """End the current step, or drop an empty step; the next block begins a new step."""
         try:
-            self._end_detail()
+            self._end_detail(align=kind is None)
             self.trace.complete = kind is None
             if self.step_is_empty:
                 self.trace.steps.pop()
@@ -120,12 +120,13 @@ class Recorder:
         clock.mark(self._step, "ended_s")
         self.spans.step += 1
 
-    def _end_detail(self) -> None:
+    def _end_detail(self, align: bool = True) -> None:
         if self._detail:
             here.carrying = nullcontext
             self._detail.end()
             self._detail = None
-            self.clock.align()
+            if align:  # after an error, the GPU may wait for other ranks
+                self.clock.align()
             self.spans.clock = here.clock = self.clock
 
     def count(self) -> int:

@@ -733,7 +733,7 @@ from labkit.labs.lab_07.buckets import MESSAGES, backwards, equal_counts
 def draw(ways):
     _, panels = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     for axes, case in zip(panels, backwards()):
-        looks = zip(("#D55E00", "#0072B2", "#009E73"), "- - --".split())  # yours may cover a line
+        looks = zip(("#D55E00", "#0072B2", "#009E73"), ["-", "-", "--"])  # yours may cover a line
         for (name, choose), (colour, dashes) in zip(ways.items(), looks):
             counts = choose(case, MESSAGES)
             when, held = zip((0, 0), *case.held_bytes(counts))

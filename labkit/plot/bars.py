@@ -194,7 +194,7 @@ def title_of(part: Trace, step: int | None, ranks: Sequence[int], steps: int) ->
     if any(x.alike for x in traces):  # a rank that represents identical ranks
         alike = ", all alike" if len(ranks) == 1 else ", the others alike"
     where, link = part.about.get("replayed"), part.about.get("link")
-    has_comms = any(x.ended_s for rank in traces for x in rank.comms)
+    has_comms = any(x.ended_s > x.began_s for rank in traces for x in rank.comms)
     behind = "" if where else " behind compute"  # room is limited
     words = (
         "The whole run" if step is None else f"Step {step}" * (steps > 1),

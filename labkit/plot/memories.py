@@ -76,7 +76,7 @@ def memory(
     entries = [
         Patch(facecolor=color, label=category)
         for (category, color), nbytes in zip(CATEGORIES.items(), held)
-        if any(nbytes)
+        if max(nbytes) > 0.01 * most_bytes  # smaller ones are invisible
     ]
     legend_row(figure, entries, handlelength=1.4, handleheight=0.9, columnspacing=1.5)
     return figure
@@ -111,9 +111,11 @@ def _draw_rank(axes: Axes, rank: RankTrace, scale: float, unit: str, panel_in: f
     held = np.array([point.held_bytes for point in rank.memory]) / scale
     axes.stackplot(
         [*when, 100.0], np.vstack([held, held[-1:]]).T, colors=list(CATEGORIES.values()),
-        edgecolor=PAPER, linewidth=0.3, step="post",
+        edgecolor="none", linewidth=0, step="post",
     )  # fmt: skip
     totals = held.sum(axis=1)
+    outline = [*totals, totals[-1]]  # shows spikes that are narrower than a pixel
+    axes.step([*when, 100.0], outline, where="post", color=INK, linewidth=0.5)
     peak = int(totals.argmax())
     place = (when[peak], totals[peak])
     axes.plot(*place, marker=CARETDOWN, color=INK, markersize=6, zorder=4)

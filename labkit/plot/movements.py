@@ -97,8 +97,8 @@ def _panel(
                     Rectangle((x, y), CELL, HIGH, fill=False, ec=VERMILION, lw=1.8, zorder=4)
                 )
                 label(axes, (x + CELL / 2, y + HIGH / 2), _wrong(content, chunk), weight="bold",
-                      zorder=6, color=VERMILION,
-                      path_effects=[withStroke(linewidth=2.0, foreground=PAPER)])  # fmt: skip
+                      zorder=6, color=INK,
+                      bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0})  # fmt: skip
     if not is_end:
         for message in shown.frames[step - 1].messages:
             _message(axes, message, left, top, shown.size)

@@ -255,7 +255,8 @@ plot.timeline(sent_by_tree)
 # %%
 def end_ms(trace):
     ranks = trace.from_zero().ranks.values()
-    return 1000 * max(event.ended_s for rank in ranks for event in rank.comms)
+    events = [event for rank in ranks for event in rank.comms]
+    return 1000 * max(max(event.ended_s, event.wait_ended_s) for event in events)
 
 
 fig, axes = plt.subplots(figsize=(8, 1.3))

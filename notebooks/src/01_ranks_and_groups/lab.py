@@ -154,7 +154,7 @@ guess
 # board in the comment.)
 
 # %%
-show("runtime/rank.py:_start_up", since="dist.init_process_group(", until="except BaseException")
+show("runtime/rank.py:_start_up", since="store = dist", until="except BaseException")
 
 # %% [markdown]
 # A file works like any other store. torch counts the store's users in the file (`refcount`) and
@@ -446,7 +446,8 @@ clinic(patients, guesses)
 # A recording also shows a hang, since it keeps what the ranks did before. Ranks 0 and 2 are still
 # in their second collective: their bars end in arrows, since it never completed. (The time in the
 # title is that of the last recorded event.) Rank 1 has returned after the first collective, a
-# barrier (each rank waits there until all have arrived); from then on its row is empty.
+# barrier (each rank waits there until all have arrived); from then on its row is empty. The ranks
+# enter the barrier a few milliseconds apart, so its bars begin at different times.
 
 # %%
 three = World(3, timeout_s=2)

@@ -211,7 +211,9 @@ show("comm/collectives/all_reduce.py:ring_all_reduce", since="own =")
 
 # %% tags=["nbval-check-output"]
 for name in ["naive", "ring", "tree"]:
-    print(f"{name:6}", cost("all_reduce", name, n=4, nbytes=2**20))
+    total = cost("all_reduce", name, n=4, nbytes=2**20)
+    print(f"{name:6} steps={total.steps}  sent_bytes={total.sent_bytes:,.0f}", end="  ")
+    print(f"reduced_bytes={total.reduced_bytes:,.0f}")
 
 # %% [markdown]
 # `sent_bytes` counts all bytes, in *or* out, that the busiest rank cannot transfer at the same time:
@@ -256,10 +258,10 @@ measured = {name: [measure_ms(name, size, 3) for size in sizes] for name in ["ri
 # %%
 many = np.geomspace(2**11, 2**19)
 fig, axes = plt.subplots(figsize=(8, 3))
-for name, seconds, colour in [("ring", ring_s, "#0072B2"), ("tree", tree_s, "#E69F00")]:
-    axes.plot(many, [1000 * seconds(4, s, ALPHA_S, BETA_S) for s in many], color=colour)
+for name, seconds, color in [("ring", ring_s, "#0072B2"), ("tree", tree_s, "#E69F00")]:
+    axes.plot(many, [1000 * seconds(4, s, ALPHA_S, BETA_S) for s in many], color=color)
     axes.plot(
-        sizes, measured[name], "o", color=colour, label=f"{name} (line: formula, dots: measured)"
+        sizes, measured[name], "o", color=color, label=f"{name} (line: formula, dots: measured)"
     )
 axes.set(xscale="log", yscale="log", xlabel="tensor size in bytes", ylabel="ms, 4 ranks, paced")
 axes.set_xticks(sizes, ["4 KiB", "16 KiB", "128 KiB", "256 KiB"], minor=False)
@@ -336,11 +338,11 @@ ways = {
 # %%
 counts = [8 * 2**k for k in range(11)]
 fig, axes = plt.subplots(figsize=(8, 3.2))
-for name, (seconds, colour) in ways.items():
+for name, (seconds, color) in ways.items():
     y_ms = [1000 * seconds(n, 1e9) for n in counts]
-    axes.plot(counts, y_ms, color=colour)
+    axes.plot(counts, y_ms, color=color)
     side = "bottom" if name == "two trees" else "top" if name == "hierarchical" else "center"
-    axes.text(1.1 * counts[-1], y_ms[-1], name, va=side, color=colour)
+    axes.text(1.1 * counts[-1], y_ms[-1], name, va=side, color=color)
 axes.set(
     xscale="log", yscale="log", xlabel="ranks", ylabel="ms for 1 GB, by formula", ylim=(2, 3e6)
 )

@@ -86,14 +86,14 @@ bars(rows, "ms to all-reduce 2 MiB with a ring, paced")
 # ## 2. The idea
 #
 # ```
-#              node 0                               node 1
-#    ┌──────────────────────────┐        ┌──────────────────────────┐
-#    │  GPU 0 ═══ NVLink ═ GPU 1│        │GPU 2 ═══ NVLink ═══ GPU 3│
-#    │    │ PCIe          │ PCIe│        │  │ PCIe            │ PCIe│
-#    │  card 0           card 1 │        │card 2             card 3 │
-#    └────┬────────────────┬────┘        └──┬─────────────────┬─────┘
-#         └────────────────┴── InfiniBand ──┴─────────────────┘
-#                              or Ethernet
+#                 node 0                                 node 1
+#    ┌───────────────────────────────┐      ┌───────────────────────────────┐
+#    │  GPU 0 ═══ NVLink ═══ GPU 1   │      │  GPU 2 ═══ NVLink ═══ GPU 3   │
+#    │    │ PCIe               │ PCIe│      │    │ PCIe               │ PCIe│
+#    │  card 0               card 1  │      │  card 2               card 3  │
+#    └────┬────────────────────┬─────┘      └────┬────────────────────┬─────┘
+#         └────────────────────┴─── InfiniBand ──┴────────────────────┘
+#                                   or Ethernet
 # ```
 #
 # There are three kinds of links: NVLink, by far the fastest; PCIe, the machine's bus; and the
@@ -276,7 +276,7 @@ show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %%
 lines = EXAMPLES["two_nodes"].read_text().splitlines()
-for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via NET", "COMPLETE"]:
+for words in ["Using network", "Channel 01/04", "Trees", "via P2P", "[send] via NET"]:
     print(next(line for line in lines if words in line and not line.startswith("#"))[:112])
 
 # %% [markdown]

@@ -251,15 +251,18 @@ plot.timeline(runs[4])
 
 # %% [markdown]
 # Green is the optimizer. Before it you see the push, after it the pull: three copies of all weights
-# leave rank 0, one after the other. Our wires are slow on the way out only; on a real network card
-# the push is as long as the pull.
+# leave rank 0, one after the other. Ranks also leave step 0 one after the other, because rank 0
+# sends to rank 1 first, so rank 1 begins this step first. The title's time is from the first rank's
+# begin to the last rank's end; `plot.compare` below shows the mean step of the ranks. Our wires are
+# slow on the way out only; on a real network card the push is as long as the pull.
 
 # %%
 plot.compare({"server": runs[4], "all-reduce": ring})
 
 # %% [markdown]
-# (The right side shows bus bytes. For operations with a root these are, as in nccl-tests, what passes
-# the busiest link: the server's, 2(n-1) G.)
+# (The right side shows bus bytes. For operations with a root these are, as in nccl-tests, what
+# passes the busiest link: the server's, 2(n-1) G. For the all-reduce they are what a rank sends,
+# 2(n-1)/n · G; section 3 counted in and out, twice as much.)
 #
 # For 64 ranks we have no machine. But labkit can record a step without data (`dry_run`) and compute
 # the times that it would have on a described cluster (`replay`); lab 06 is about how far to trust
@@ -298,8 +301,8 @@ for name, ms in replayed.items():
 # A straight line: each rank brings its 2 G over the one link. The ring hardly grows.
 #
 # And memory? One step in detail. The server has what a single process has. A worker, at the end of
-# the step, has weights alone: its gradients live from backward to push. (Grey on rank 0: where the
-# gradients of the others arrive.)
+# the step, has weights alone: its gradients live from backward to push. (Grey on rank 0: the
+# gradients that arrive, and their mean, which stays until the next `zero_grad`.)
 
 # %%
 with record(detail_step=1) as detail:
@@ -347,6 +350,7 @@ for axes, updates, name in zip(panels, (free, bounded), ("no bound", "at most 1 
         axes.vlines(x, 0, y, color=colour)
         axes.plot(x, y, "o", color=colour, label=f"rank {worker}" + " (slow)" * (worker == 3))
     axes.set(title=name, xlabel="update", ylim=(-0.5, None))
+    axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)
 panels[0].set(ylabel="staleness")
 panels[1].legend(frameon=False, loc="upper right")
@@ -406,7 +410,7 @@ for axes, lr in zip(panels, (0.3, 1.0)):
     axes.set(title=f"SGD, learning rate {lr}", xlabel="update", ylim=(2.5, 9))
     axes.spines[["top", "right"]].set_visible(False)
 panels[0].set(ylabel="loss")
-panels[1].legend(frameon=False, loc="upper right")
+panels[0].legend(frameon=False, loc="upper right")
 fig.tight_layout()
 
 # %% [markdown]
@@ -640,8 +644,8 @@ def place(nbytes, servers):
 check.place(place)
 
 # %% [markdown]
-# The best known cuts parameters into pieces, so that every rank serves exactly G/n. Then each link
-# carries 4(n-1)/n · G in a step. Have you seen this number before?
+# If parameters could be split, every rank would serve exactly G/n, and each link would carry
+# 4(n-1)/n · G in a step (the 10,628,640 above). Have you seen this number before?
 
 # %% [markdown] tags=["answer"]
 # It is the ring's. With n servers of G/n each, the push is a reduce-scatter and the pull an all-gather:

@@ -194,8 +194,9 @@ show("parallel/naive_ddp.py:NaiveDDP._average")
 show("parallel/common/flat.py:cut")
 
 # %% [markdown]
-# A bucket is one flat tensor with a place (`view`) for each of its gradients. `fill` puts them
-# there, each divided by n. Then one all-reduce starts: that is the `hook`, unless you give another.
+# A bucket is one flat tensor with a place (`view`) for each of its gradients. `fill` calls this for
+# each gradient, to divide it by n and put it there. Then one all-reduce starts: that is the `hook`,
+# unless you give another.
 
 # %%
 show("parallel/common/flat.py:GradBuffer.put")
@@ -270,7 +271,10 @@ plot.timeline(runs["0.5 MiB, overlap"])
 # %% [markdown]
 # Below the computing of each rank are its all-reduces; they begin soon after backward has begun.
 # What is left of the waiting is what came last: the first layers' gradients, with nothing behind
-# which they could hide.
+# which they could hide. The last bucket has a row of its own: `_finish` sends it directly, while
+# earlier buckets may still be in the queue of asynchronous operations. It may therefore end before
+# them, and the ranks then wait for the queue, whose order is the same on all ranks. A rank that
+# ends backward earlier than the other waits longer.
 
 # %% tags=["nbval-check-output"]
 for name, trace in runs.items():

@@ -84,7 +84,8 @@ for name in ("v100-cloud", "selene", "dgx-h100"):
 #   program   compute 3 s, issue A (4 s), compute 2 s, issue B (2 s), wait A, wait B
 #
 #   seconds   0    1    2    3    4    5    6    7    8    9
-#   rank      [   compute   ]A[ compute ]B[ wait A ][ wait B ]
+#   rank      [   compute   ][compute ][ wait A ][ wait B ]
+#   issue                    A         B
 #   wire                     [        A         ][   B    ]
 # ```
 #
@@ -216,7 +217,8 @@ guess_least.beside(
 show("replaying/dry_runs.py:dry_run", since="with on_paper", until="if step not in")
 
 # %% [markdown]
-# One rank is run; `alike` says for whom it stands. So 1,024 ranks cost no more than one.
+# One rank is run; the argument `alike` of `dry_run` names the ranks that it represents. So 1,024
+# ranks cost no more than one.
 #
 # Second, the roofline of one operation:
 
@@ -616,6 +618,12 @@ phase_s = stage_seconds(dry_run(stage, ranks=1, step=0), cluster("dgx-h100"))
 schedule = one_f_one_b(stages=4, microbatches=8)
 pipe = pipeline_trace(schedule, lambda stage, action: phase_s[action.phase])
 plot.timeline(pipe)
+
+# %% [markdown]
+# The number in a bar is its micro-batch. The strokes in the `pipeline` rows are messages between
+# stages, which take no time here. Backward runs from the last stage to the first, so ranks 1 to 3
+# end before rank 0. The time in which ranks wait, or have already ended, is the pipeline
+# **bubble**:
 
 # %% tags=["nbval-check-output"]
 formula = formulas.one_f_one_b(4, 8, phase_s["forward"], phase_s["backward"])

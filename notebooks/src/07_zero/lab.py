@@ -339,16 +339,20 @@ rank_0_of(runs, [16 * P, 7 * P, 5.5 * P, 5.5 * P])
 
 # %% [markdown]
 # The optimizer's share shrinks to a quarter. In stage 2 gradients come and go: with buckets, a few
-# are there at a time; with one bucket for everything, all of them wait for the last, and stage 2 is
-# stage 1 with a smaller end. **The buckets decide the peak.**
+# are there at a time; with one bucket for everything, all of them wait for the last, and the rank's
+# share takes memory beside them: in backward, stage 2 then holds more than stage 1. **The buckets
+# decide the peak.** (On a CPU, grey is mostly the text, 1.9 MB, and the shared memory through which
+# the ranks exchange buckets. It grows with the bucket, so the last run ends above ZeRO-1, although
+# its model states take less.)
 #
-# When do they travel? On a paced wire, as in lab 05:
+# When do they travel? On a paced link, as in lab 05, and in fp32, in which most CPUs compute
+# faster:
 
 # %%
 LINK = Link(gbps=0.25, latency_us=500)
 paced = World(2, link=LINK)
 with record() as on_wire:
-    paced.run(train, ways["ZeRO-2"], steps=3, rows=16)
+    paced.run(train, ways["ZeRO-2"], steps=3, rows=16, dtype=torch.float32)
 plot.timeline(on_wire)
 
 # %% [markdown]
@@ -364,7 +368,7 @@ def early(model):
 
 
 with record() as early_gather:
-    paced.run(train, early, steps=3, rows=16)
+    paced.run(train, early, steps=3, rows=16, dtype=torch.float32)
 
 # %% [markdown]
 # What waits for the all-gathers, the step or the next forward?
@@ -507,8 +511,8 @@ world.run(hunt)[0]
 # Adam no loss curve shows it, since a factor of 2 in a gradient cancels. With a bucket that counts
 # down its parameters it is worse: it is "full" one gradient early, and leaves without it.
 #
-# That is what the error in `GradBuffer.note` is for. DeepSpeed asserts the same: a parameter that has
-# been reduced must not come again.
+# That is what the error in `GradBuffer.take` is for. DeepSpeed asserts the same: a parameter that
+# has been reduced must not come again.
 
 # %% [markdown]
 # ### Micro-batches
@@ -729,13 +733,13 @@ from labkit.labs.lab_07.buckets import MESSAGES, backwards, equal_counts
 def draw(ways):
     _, panels = plt.subplots(1, 2, figsize=(9, 2.8), layout="constrained")
     for axes, case in zip(panels, backwards()):
-        for (name, choose), colour in zip(ways.items(), ("#D55E00", "#0072B2", "#009E73")):
+        looks = zip(("#D55E00", "#0072B2", "#009E73"), ["-", "-", "--"])  # yours may cover a line
+        for (name, choose), (colour, dashes) in zip(ways.items(), looks):
             counts = choose(case, MESSAGES)
             when, held = zip((0, 0), *case.held_bytes(counts))
             label = f"{name}: {case.peak_bytes(counts) / 1e6:.1f} MB"
-            axes.step(
-                [x / 1e3 for x in when], [y / 1e6 for y in held], colour, where="post", label=label
-            )
+            x, y = [x / 1e3 for x in when], [y / 1e6 for y in held]
+            axes.step(x, y, dashes, color=colour, where="post", label=label)
         axes.set(xlabel="ms", ylabel="MB of gradients", ylim=(0, 260))
         axes.set_title(f"{case.name}, 32 ranks", loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=8, loc="upper left")

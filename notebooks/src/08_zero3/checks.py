@@ -173,7 +173,7 @@ def forward_with_prefetch(student: Student) -> Iterator[str]:
                 )
         _check_all_gathers(ran, len(UNITS), "one for each unit")
     yield "every unit is whole when it computes, on 2 and 3 ranks"
-    yield "while unit i computes, the next `ahead` gathers are in flight"
+    yield "while a unit computes, the right number of later units is being gathered"
     yield "each unit is freed after it computes: at most 1 + ahead units in memory"
 
 

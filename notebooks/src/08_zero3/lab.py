@@ -359,7 +359,9 @@ plot.timeline(replay(dry[1], cluster("selene")))
 
 # %% [markdown]
 # One unit ahead hides most of it. Why not all? The first gather has nothing before it, and the last
-# reduce-scatter nothing behind it. (And two ahead? Exercise 4.)
+# reduce-scatter nothing behind it. Backward begins with nothing in flight, so it waits for the unit
+# of `head`; then it waits for the last layer, whose gather can only hide behind the small final
+# norm. (And two ahead? Exercise 4.)
 
 # %% [markdown]
 # ### A model that is never whole
@@ -465,12 +467,14 @@ print("use_reentrant=True:", short.run(with_recompute, unit_by_hand, reentrant)[
 # right: half as many bytes again, which no loss shows. And the other way:
 
 # %%
+from textwrap import fill
+
 from labkit import RankError
 
 try:
     short.run(with_recompute, unit_by_hand, other)
 except RankError as error:
-    print(str(error).splitlines()[0])
+    print(fill(str(error).splitlines()[0], 100))
 
 # %% [markdown]
 # `storage of size 0`. One mistake with two faces: what is freed when? In backward,
@@ -534,7 +538,7 @@ print(
 # by 4 bytes and by 6 layers, and look for it:
 
 # %% tags=["nbval-check-output"]
-print(f"{left_bytes / 4 / 8:,.0f} elements of each layer")
+print(f"{left_bytes / 4 / 6:,.0f} elements of each layer")
 for name, p in model.blocks[0].named_parameters():
     if p.ndim > 1:
         print(f"  {name:<16} {p.numel():>7,} and {p.shape[0]} in the bias")

@@ -47,7 +47,8 @@ def draw(panels):
     _, all_axes = plt.subplots(1, 2, figsize=(9, 2.6), layout="constrained")
     for axes, (title, lines) in zip(all_axes, panels.items()):
         for (name, y), colour in zip(lines.items(), ("#0072B2", "#E69F00", "#D55E00")):
-            axes.plot(y, color=colour, label=name, linewidth=2)
+            dashes = "--" if name == "bf16" else "-"  # it may cover another line
+            axes.plot(y, dashes, color=colour, label=name, linewidth=2)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set(xlabel="additions", ylabel="value of the sum")
         axes.legend(frameon=False)
@@ -574,7 +575,7 @@ def draw_levels(ways):
         y = -0.1 - 0.12 * row
         axes.plot(levels, [y] * 16, "|", color=colour, markersize=11, markeredgewidth=2)
         axes.text(7.2, y, f"{name}: {lost:,}", va="center")
-    axes.set(xlim=(-7, 7), yticks=[], xlabel="value")
+    axes.set(xlim=(-7, 7), ylim=(-0.1 - 0.12 * len(ways), None), yticks=[], xlabel="value")
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 

@@ -124,9 +124,7 @@ class SplitTrial:
                 problem = f"is already sharded over {ranks}; shard a model only once"
             elif type(linear) is not nn.Linear:
                 kind = type(linear).__name__
-                problem = (
-                    f"has type {kind}, not plain nn.Linear; shard first, then make other edits"
-                )
+                problem = f"has type {kind}, not nn.Linear; shard first, then make other edits"
             elif "forward" in vars(linear) or any(
                 hooks for key, hooks in vars(linear).items() if key.endswith("_hooks")
             ):

@@ -11,6 +11,7 @@
 import weakref
 from functools import partial
 from itertools import product
+from textwrap import fill
 from time import monotonic
 
 import matplotlib.pyplot as plt
@@ -514,7 +515,7 @@ def of_layer(**options):
 try:
     of_layer()
 except ValueError as error:
-    print(error)
+    print(fill(str(error), 100))
 
 # %% [markdown] tags=["answer"]
 # In forward the layer ran, and autograd saved its tensors. When backward called it again, the count

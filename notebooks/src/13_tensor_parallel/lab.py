@@ -398,7 +398,8 @@ for category in ("parameters", "optimizer state", "activations"):
 # what lies outside of f and g (the inputs of norms and of the cut layers, dropout masks) is kept t
 # times, by every rank. By the terms of lab 11, in units of s·b·w bytes: 10 of the 34 are whole, 24 are
 # cut, and so are the scores. (That is a formula; here the recorder has counted all that lives at the
-# peak. Lab 14 asks autograd, by `saved_by`, and finds the formula to the byte.) Lab 14 cuts the 10, too.
+# peak. Lab 14 asks autograd, by `saved_by`, and finds the formula to the byte.) Lab 14 cuts the 10, too. The rest
+# of the peaks is "other": gradients of activations, and tensors that were there before the step.
 
 # %% [markdown]
 # When do the messages travel? On a paced wire (the ranks share few cores: read the order, not the

@@ -10,6 +10,7 @@
 
 # %%
 from itertools import accumulate, combinations, pairwise
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -682,7 +683,7 @@ for name, lists in LISTS.items():
         check_rules(lists)
         print(f"{name:<11} keeps all rules")
     except ValueError as error:
-        print(f"{name:<11} {error}")
+        print(fill(f"{name:<11} {error}", 100, subsequent_indent=12 * " "))
 
 # %% [markdown] tags=["answer"]
 # - **eager** is a good schedule: the last stage goes back as soon as it can. But with sends that wait,

@@ -598,8 +598,7 @@ for name, losses in curves.items():
 # - **shard_3** cuts tokens and targets in two ways: most targets belong to other tokens.
 #
 # The loss falls, and all curves look alike: even shard_3 learns how often each token comes, as every young
-# model does first. A comparison with one process, in float64, shows the
-# mistake within a few steps.
+# model does first. A comparison with one process, in float64, shows the mistake within a few steps.
 # `context_parallel` fills in positions by itself, and knows one kind of shard: cut everything with
 # `sequence_shard`.
 

@@ -359,8 +359,8 @@ for axes, (title, sources) in zip(both, panels.items()):
 
 # %% [markdown]
 # On the A100, full recomputation costs a little more than a third. Selective gives back most of the
-# bytes, here 80 of 114, for a fraction of that. (With GPT-3's sizes, a = 96, s = 2048, w = 12288, it is 80 of 114, too.) So the
-# paper recommends it.
+# bytes, here 80 of 114, for a fraction of that. (With GPT-3's sizes, a = 96, s = 2048, w = 12288,
+# it is 80 of 114, too.) So the paper recommends it.
 #
 # There, both cost more than the operations say: softmax and dropout have few of them, but take
 # time, too. Here the seconds are those of a small model on a CPU, and scatter with whatever else it

@@ -435,8 +435,8 @@ for i in sorted(range(len(errors)), key=lambda i: -abs(errors[i]))[:5]:
 
 # %% [markdown]
 # The first took twice as long as its neighbours in the table, and nobody has said why. Of the steps of width
-# 8,192, all that are far off are off to the same side: there the model lacks something. A prediction with an error is good for choosing, as
-# long as layouts differ by more than that.
+# 8,192, all that are far off are off to the same side: there the model lacks something. A prediction with an
+# error is good for choosing, as long as layouts differ by more than that.
 
 # %% [markdown]
 # ### From 39 billion to a trillion

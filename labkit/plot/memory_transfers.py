@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from matplotlib.artist import Artist
@@ -14,7 +15,7 @@ from labkit.memory.loading import Run
 from labkit.memory.timing import Measured, rates_of
 from labkit.memory.transfers import Rates, Transfer, short
 from labkit.plot import style
-from labkit.plot.figure import constrained, legend_row, open_rows, styled
+from labkit.plot.figure import constrained, label, legend_row, open_rows, styled
 from labkit.plot.style import INK, MEASURED, MUTED, PAPER, SMALL_PT
 from labkit.trace.measures import common, computing, length_s, union
 
@@ -24,14 +25,15 @@ PARTS = {  # parts of a transfer: color, name in the legend
     "copy": (style.BLUE, "copy within a memory"),
     "bus": (style.BROWN, "bus"),
 }
-DIAMOND: Any = {"marker": "D", "ms": 6, "ls": "", "mfc": PAPER, "mec": style.UNFINISHED}
+DIAMOND: Any = {"marker": "D", "ms": 7, "ls": "", "mfc": PAPER, "mec": style.UNFINISHED}
 ROW_IN, GAP = 0.36, 0.9
 
 
 @styled
 def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: str = "") -> Figure:
     """Two bars per transfer: predicted from its parts (above) and measured (below). A black line
-    marks the bus limit (bytes / bandwidth); a diamond marks when a call returned early.
+    marks the bus limit (bytes / bandwidth); a diamond marks when a call returned early. Very long
+    bars are cut off, and their times written on them.
 
     Args:
         measured: results of `labkit.memory.timing.measure`, one per row.
@@ -46,6 +48,9 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
     figure = constrained(None, 1.1 + ROW_IN * (len(measured) + GAP * len(groups)))
     axes = figure.subplots()
     y, names, used = 0.0, {}, set[str]()
+    usual_s = 4 * median(x.done_s for x in measured)
+    ends_s = [x.done_s for x in measured if x.done_s <= usual_s]
+    most_ms = 1.05e3 * max(ends_s + [rates.predict_s(x.way, x.numel) for x in measured])
     early = [x for x in measured if x.returned_s < 0.9 * x.done_s]  # well before the data arrived
     for ends, ways in groups:
         axes.text(0, y + 0.62, " → ".join(ends), fontweight="bold", va="center")
@@ -53,24 +58,24 @@ def transfers(measured: Sequence[Measured], rates: Rates | None = None, title: s
         for way in ways:
             left_ms = 0.0
             for part in way.way.parts(way.numel):
-                width_ms, color = rates.seconds(part) * 1e3, PARTS[part.what][0]
-                axes.barh(
-                    y + 0.24, width_ms, 0.34, left_ms, color=color, alpha=0.55, edgecolor=PAPER
-                )
-                left_ms += width_ms
+                ms, color = rates.seconds(part) * 1e3, PARTS[part.what][0]
+                axes.barh(y + 0.24, ms, 0.34, left_ms, color=color, alpha=0.55, edgecolor=PAPER)
+                left_ms += ms
                 if part.what == "bus":
-                    axes.plot([width_ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
+                    axes.plot([ms] * 2, [y + 0.02, y + 0.84], color=INK, lw=2, zorder=3)
                 used.add(part.what)
             axes.barh(y + 0.62, way.done_s * 1e3, 0.34, color=MEASURED)
+            if way.done_s * 1e3 > most_ms:
+                label(axes, (0.97 * most_ms, y + 0.62), f"{way.done_s * 1e3:.0f} ms", color=PAPER)
             if way in early:
-                axes.plot([way.returned_s * 1e3], [y + 0.62], zorder=4, **DIAMOND)
+                axes.plot([way.returned_s * 1e3], [y + 0.62], zorder=4, clip_on=False, **DIAMOND)
             names[y + 0.42] = _name(way.way)
             y += 1
     axes.set_yticks(list(names), list(names.values()))
     open_rows(axes)
     axes.set(
-        ylim=(y, 0), xlim=(0, None), xlabel="ms until the data has arrived",
-        title=title or f"{measured[0].numel * 4 / 1e6:g} MB of fp32",
+        ylim=(y, 0), xlim=(0, most_ms), xlabel="ms until the data has arrived",
+        title=f"{measured[0].numel * 4 / 1e6:g} MB of fp32" + f", {title}" * bool(title),
     )  # fmt: skip
     entries: list[Artist] = [
         Patch(facecolor=color, alpha=0.55, label=words)
@@ -115,7 +120,9 @@ def loading(runs: Mapping[str, Run]) -> Figure:
                 _bar(axes, y + 1.8, event.wait_began_s, event.wait_ended_s, style.WAITING)
         busy = union((x.began_s, x.ended_s) for x in rank.comms)
         hidden = length_s(common(busy, computing(rank))) / (length_s(busy) or 1.0)
-        words = f"holds {run.held_bytes / 1e6:.3g} MB, {hidden:.0%} of bus time hidden"
+        words = f"holds {run.held_bytes / 1e6:.3g} MB"
+        if all(event.op != "read" for event in rank.comms):  # a read is part of the compute span
+            words += f", {hidden:.0%} of bus time hidden"
         axes.text(0, y + 0.55, name, fontweight="bold", va="center")
         axes.text(1, y + 0.55, words, transform=axes.get_yaxis_transform(), ha="right",
                   va="center", fontsize=SMALL_PT, color=MUTED)  # fmt: skip

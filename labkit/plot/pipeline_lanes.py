@@ -62,7 +62,7 @@ class Lanes:
         sizes = f"{stages} stage{'s' * (stages > 1)}, "
         sizes += f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
         sizes += f", {self.chunks} chunks" * (self.chunks > 1)
-        length = f"{self.step:.4g} {self.unit or 'forwards long'}"
+        length = f"{self.step:.4g} {self.unit or 'forwards per stage'}"
         bubble = f"bubble {self.bubble:.1%} of the step"
         return "  ·  ".join(filter(None, (self.name, sizes, length, bubble, self.note)))
 

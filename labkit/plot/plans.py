@@ -66,7 +66,7 @@ def compared_with_best(
     _draw_seconds(bars, list(reports.values()), names)
     bars.set_title("Step time")
     scale, unit = style.byte_unit(planned.budget_bytes)
-    stacked_bars(held, memory_parts([x.memory_bytes for x in reports.values()], scale), columns=3)
+    stacked_bars(held, memory_parts([x.memory_bytes for x in reports.values()], scale), columns=2)
     budget = planned.budget_bytes / scale
     held.axvline(budget, color=VERMILION, linestyle="--", linewidth=1.2)
     held.set(xlim=(0, 1.08 * budget), xlabel=f"{unit}, dashed: budget")
@@ -122,7 +122,7 @@ def _draw_map(axes: Axes, planned: Plan) -> None:
         note(axes, "across nodes", edge, (3, 3), color=VERMILION, fontsize=SMALL_PT)
     axes.set(
         xlim=(0, len(tps)), ylim=(0, len(pps)), xlabel="tensor-parallel ranks tp",
-        ylabel="pipeline stages pp", title="Fastest step for each tp and pp, s\n",
+        ylabel="pipeline stages pp", title="Fastest step, s\n",
     )  # fmt: skip
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
@@ -192,13 +192,13 @@ def _draw_errors(axes: Axes, fitted: Calibration) -> None:
         rows = rows[np.argsort(fitted.measured_s[rows], kind="stable")]
         x = place + np.arange(len(rows))
         axes.vlines(x, low[rows], high[rows], color=color, lw=0.8, alpha=0.45)
-        axes.plot(x, out[rows], marker, mfc="none", mec=color, ms=3.5, mew=0.7, alpha=0.8)
-        axes.plot(x, errors[rows], marker, color=color, ms=3.5, mec=INK, mew=0.3)
+        axes.plot(x, errors[rows], marker, color=color, ms=3.5, mew=0, alpha=0.6)
+        axes.plot(x, out[rows], marker, mfc="none", mec=INK, ms=4, mew=0.6)
         middles[float(x.mean())] = f"{name}\n{len(rows)} steps"
         place += len(rows) + 6
-    most = 1.1 * max(np.abs(errors).max(), np.abs(out).max(), 0.3)
+    ends = 1.05 * np.concatenate([errors, out, low, high, [-0.3, 0.3]])
     axes.set(
-        ylim=(-most, most), xlim=(-4, place - 2), ylabel="predicted / measured - 1",
+        ylim=(ends.min(), ends.max()), xlim=(-4, place - 2), ylabel="predicted / measured - 1",
         title="hollow: width held out of the fit; gray: 5 % and 20 %",
     )  # fmt: skip
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

@@ -42,7 +42,7 @@ def timeline(
 
     Args:
         step: None draws an unfinished step, else the first timed step after the warm-up.
-        ranks: global ranks, from top to bottom; None: all ranks.
+        ranks: global ranks, from top to bottom; None: all. The axis begins at their first bar.
         zoom: begin and end of the part of the step to show, as fractions from 0 to 1.
 
     Raises ValueError for an empty trace, a missing step or rank, or an invalid `zoom`.
@@ -102,7 +102,9 @@ class TimelineView:
             self._legend = legend_strip(self.figure, entries)
         tops = np.cumsum([0.0, *(of_rank[rank].height for rank in chosen)])
         whole_ms = (max(end_s, until_s) * 1e3 or 1.0) * 1.02
-        self._from_ms, self._to_ms = zoom[0] * whole_ms, zoom[1] * whole_ms
+        begins_ms = [bar.begin_ms for rank in chosen for bar in of_rank[rank].bars]
+        first_ms = min(begins_ms, default=0.0) if len(chosen) < len(part.ranks) else 0.0
+        self._from_ms, self._to_ms = (first_ms + x * (whole_ms - first_ms) for x in zoom)
         self.axes.set(xlim=(self._from_ms, self._to_ms), ylim=(tops[-1], -0.1))
         box = self.axes.get_window_extent()
         self._px_per_ms = box.width / (self._to_ms - self._from_ms)

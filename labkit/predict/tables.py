@@ -35,7 +35,8 @@ class Table:
         head = "".join(f"<th>{html.escape(text)}</th>" for text in self.heads)
         body = ""
         for row in self.rows:
-            cells = zip(sides, map(html.escape, row))
+            first, *middle, last = map(html.escape, row)  # the last column alone may wrap
+            cells = zip(sides, (first, *(x.replace(" ", "&nbsp;") for x in middle), last))
             tds = (f'<td style="text-align: {side}">{text}</td>' for side, text in cells)
             body += f"<tr>{''.join(tds)}</tr>"
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -81,6 +81,7 @@ def draw(curves, title):
         width = 4 if name.startswith("fp32") else 1.8
         axes.plot(smooth, colour, label=f"{name}: {smooth[-1]:.3f}", linewidth=width)
     axes.set(xlabel="step", ylabel="loss, nats per token")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title, loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -391,7 +392,7 @@ show_stored("precision")
 # bytes move. Eight bits lose here. Their matmuls are faster still, but labkit rounds each operand in
 # several passes over memory (largest value, scale, cast), which costs more than matmuls of this width
 # save. Libraries for training in fp8 do all of that in one kernel, and the matmuls are larger.
-# `recompute` runs every block's forward twice: a fifth more time, half the memory.
+# `recompute`, in fp32, runs every block's forward twice: a fifth more time and half the memory of fp32.
 
 # %% [markdown]
 # ## 6. Break it

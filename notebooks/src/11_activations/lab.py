@@ -11,6 +11,7 @@
 import weakref
 from functools import partial
 from itertools import product
+from textwrap import fill
 from time import monotonic
 
 import matplotlib.pyplot as plt
@@ -297,8 +298,9 @@ plot.step_memory(runs)
 
 # %% [markdown]
 # `none` climbs all the way through forward. `selective` climbs a third as fast: the scores are gone.
-# `full` stays flat, but in backward one layer at a time is there as a whole: those are the humps.
-# `offload` has a few tensors under way, and nothing else.
+# `full` falls back to its level after each layer: the humps in forward are one layer's scores while
+# it computes, and those in backward one layer that is there as a whole. `offload` has such humps, too,
+# and between them only the few tensors that are under way.
 
 # %% [markdown]
 # ### What it costs
@@ -356,11 +358,11 @@ for axes, (title, sources) in zip(both, panels.items()):
     axes.spines[["top", "right"]].set_visible(False)
 
 # %% [markdown]
-# Full recomputation costs about a third. Selective gives back most of the bytes, here 80 of 114, for
-# a fraction of that. (With GPT-3's sizes, a = 96, s = 2048, w = 12288, it is 80 of 114, too.) So the
-# paper recommends it.
+# On the A100, full recomputation costs a little more than a third. Selective gives back most of the
+# bytes, here 80 of 114, for a fraction of that. (With GPT-3's sizes, a = 96, s = 2048, w = 12288,
+# it is 80 of 114, too.) So the paper recommends it.
 #
-# On the A100, both cost more than the operations say: softmax and dropout have few of them, but take
+# There, both cost more than the operations say: softmax and dropout have few of them, but take
 # time, too. Here the seconds are those of a small model on a CPU, and scatter with whatever else it
 # does. (Its core has a larger part of the operations: the layer is narrow.)
 
@@ -430,6 +432,7 @@ for name, core in {"plain": plain, "flash": FlashAttention}.items():
 # kind, and takes the one with the least recomputation below a budget.
 
 # %%
+del timed, paced, value  # the fp32 model would count, too
 budget = 28 * 10**6
 chosen = choose_activations(model, step, budget)
 print(chosen.plan)
@@ -512,7 +515,7 @@ def of_layer(**options):
 try:
     of_layer()
 except ValueError as error:
-    print(error)
+    print(fill(str(error), 100))
 
 # %% [markdown] tags=["answer"]
 # In forward the layer ran, and autograd saved its tensors. When backward called it again, the count
@@ -718,8 +721,8 @@ check.attend(attend)
 show("memory/chooser.py:plan_of", since="chosen =", until="return")
 
 # %% [markdown]
-# (`before_bytes`, `head_bytes` and `after_bytes` are 0 here, and nothing moves.) Your score is the sum
-# of what is computed twice, for three budgets.
+# (`before_bytes` and `after_bytes` are 0 here, and nothing moves.) Your score is the sum of what is
+# computed twice, for three budgets.
 
 
 # %%

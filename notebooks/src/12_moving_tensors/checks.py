@@ -69,8 +69,8 @@ def prefetched(student: Student) -> Iterator[str]:
     for n, ahead in ((5, 1), (6, 3), (3, 0), (2, 4), (1, 1), (0, 2)):
         _check_log(alone(prefetch_log, student, n, ahead), n, ahead)
     yield "all blocks in order, each waited for before it is used"
-    yield "while a block is used, the next `ahead` blocks are loading, if there are that many"
-    yield "never more than `ahead` + 1 blocks at a time: a block is freed before the next load"
+    yield "while a block is used, the next blocks are loading: ahead of them, or all that are left"
+    yield "never more than ahead + 1 blocks at a time: a block is freed before the next load"
 
 
 def _check_log(log: list[tuple[str, int]], n: int, ahead: int) -> None:

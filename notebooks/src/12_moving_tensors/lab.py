@@ -218,8 +218,8 @@ plot.transfers(measured, rates)
 # Cast before, and half of the bytes cross: the cast costs less than they do, since memory is so much
 # faster than this bus. No way passes the black line: its bytes, at the rate of the bus.
 #
-# The diamond: a **pinned** non-blocking call is back at once. A **pageable** one is not, whatever it
-# asked for; its program copied.
+# The diamond: a **pinned** non-blocking call is back at once. The row of the **pageable** one has no
+# diamond: whatever it asked for, it returned only when the data had arrived; its program copied.
 
 # %% tags=["nbval-check-output"]
 moved = []
@@ -258,9 +258,10 @@ for bus_gb_per_s in (1, 4, 6.7, 12, 25, 55):
 
 # %% [markdown]
 # What `labkit bench transfers` has measured on machines with a GPU, for copies that block; and this
-# machine's, if it has one. Pinned memory reaches the limit of the bus, pageable memory takes several
-# times as long. And the two longest bars are casts that are left to torch on the way back: a copy that
-# blocks brings fp32 into new CPU memory, and casts there.
+# machine's, if it has one. Where nothing is cast, pinned memory reaches the limit of the bus. Pageable
+# memory takes several times as long; on the H100, copies to the GPU take three times what the model
+# predicts (8.0 ms against 2.7). And the two bars that are cut off are casts left to torch on the way
+# back: a copy that blocks brings fp32 into new CPU memory, and casts there.
 
 # %%
 show_stored("transfers")

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise, product
+from textwrap import fill
 from unittest.mock import patch
 
 import matplotlib.pyplot as plt
@@ -376,8 +377,8 @@ print("1 rank:", ", ".join(f"{loss:.6f}" for loss in curves[1]))
 
 # %% tags=["nbval-check-output"]
 for n in (2, 4):
-    equal = torch.allclose(torch.tensor(curves[n]), torch.tensor(curves[1]), rtol=1e-10)
-    print(f"{n} ranks equal: {equal}")
+    several, alone_ = (torch.tensor(curves[k], dtype=torch.float64) for k in (n, 1))
+    print(f"{n} ranks equal: {torch.allclose(several, alone_, rtol=1e-10)}")
 
 # %% [markdown]
 # Now what a rank holds:
@@ -397,10 +398,12 @@ for category in ("parameters", "optimizer state", "activations"):
 # what lies outside of f and g (the inputs of norms and of the cut layers, dropout masks) is kept t
 # times, by every rank. By the terms of lab 11, in units of s·b·w bytes: 10 of the 34 are whole, 24 are
 # cut, and so are the scores. (That is a formula; here the recorder has counted all that lives at the
-# peak. Lab 14 asks autograd, by `saved_by`, and finds the formula to the byte.) Lab 14 cuts the 10, too.
+# peak. Lab 14 asks autograd, by `saved_by`, and finds the formula to the byte.) Lab 14 cuts the 10, too. The rest
+# of the peaks is "other": gradients of activations, and tensors that were there before the step.
 
 # %% [markdown]
-# When do the messages travel? On a paced wire:
+# When do the messages travel? On a paced wire (the ranks share few cores: read the order, not the
+# lengths):
 
 # %%
 paced = World(2, link=Link(gbps=1, latency_us=100))
@@ -665,7 +668,7 @@ for mistake in (with_its_own_seed, with_its_own_rows, too_few_heads):
         two.run(mistake)
     except Exception as error:
         line = next(text for text in str(error).splitlines() if "ValueError" in text)
-        print(f"{mistake.__name__}: {line.split('ValueError: ')[1]}\n")
+        print(fill(f"{mistake.__name__}: {line.split('ValueError: ')[1]}", 100), end="\n\n")
 
 # %% [markdown]
 # ## 7. Build it

@@ -10,6 +10,7 @@
 
 # %%
 from itertools import accumulate, combinations, pairwise
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -245,7 +246,7 @@ show("parallel/pipeline/pipeline.py:Pipeline.step", since="self._begin(x, y, sca
 
 # %% [markdown]
 # Backward begins at the loss, or at the stage's output with the gradient that came. The gradient of the
-# stage's input is what the stage before waits for. (`end` is where y stands in the graph: y itself has
+# stage's input is what the stage before waits for. (`flight.root` is the place of y in the graph: y itself has
 # been sent, and its memory is free. `NOTHING` is for
 # recordings of stages that train nothing, `versions` for lab 16, `scaler` and `_without_sync` for
 # lab 17.)
@@ -576,11 +577,12 @@ for name, (make, pad) in CASES.items():
     right = one.run(gradients, c, 1, pad)[0]  # one process, one micro-batch, the plain mean
     for m in (1, 4):
         found = torch.cat(two.run(gradients, make, m, pad))
-        equal[f"{name}, {m}"] = torch.allclose(found, right)
-        print(f"{name}, {m} micro-batch{'es' * (m > 1)}: {compared(found, right)}")
+        case = f"{name} with {m} micro-batch{'es' * (m > 1)}"
+        equal[case] = torch.allclose(found, right)
+        print(f"{case}: {compared(found, right)}")
 
 # %% tags=["nbval-check-output"]
-print("the right gradient:", ", ".join(case for case, same in equal.items() if same))
+print("the right gradient:", "; ".join(case for case, same in equal.items() if same))
 
 # %% [markdown] tags=["answer"]
 # - **a** divides what is divided already: **averaged twice**. Gradients are m times too small. Adam
@@ -681,7 +683,7 @@ for name, lists in LISTS.items():
         check_rules(lists)
         print(f"{name:<11} keeps all rules")
     except ValueError as error:
-        print(f"{name:<11} {error}")
+        print(fill(f"{name:<11} {error}", 100, subsequent_indent=12 * " "))
 
 # %% [markdown] tags=["answer"]
 # - **eager** is a good schedule: the last stage goes back as soon as it can. But with sends that wait,

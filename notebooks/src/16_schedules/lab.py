@@ -10,6 +10,7 @@
 
 # %%
 import re
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -321,11 +322,18 @@ for name in ("1f1b", "interleaved", "zb-h1", "zb-h2"):
     runs[f"{name}, paced"] = by_microbatch(trace, ALL[name])
 plot.schedules(runs)
 
+
 # %%
+def idle_in(trace):
+    """The part of a recorded step, of all stages, in which nothing was computed (lab 15)."""
+    spans = [x for one in trace.ranks.values() for x in one.spans if x.kind == "microbatch"]
+    busy_s = sum(x.ended_s - x.began_s for x in spans)
+    return 1 - busy_s / (len(trace.ranks) * pipeline_step_s(trace))
+
+
 print("bubble               formula    run")
 for name, trace in runs.items():
-    part = 1 - 8 * 3 * 0.015 / pipeline_step_s(trace)
-    print(f"{name:<19} {score(ALL[name.split(',')[0]])[1]:>8.1%} {part:>6.1%}")
+    print(f"{name:<19} {score(ALL[name.split(',')[0]])[1]:>8.1%} {idle_in(trace):>6.1%}")
 
 # %% [markdown]
 # A run adds what messages and the runner take, and a busy machine more. The order and the shape are
@@ -389,8 +397,8 @@ print("1 process", ", ".join(f"{value:.6f}" for value in alone))
 
 # %% tags=["nbval-check-output"]
 for name, losses in trained.items():
-    equal = torch.allclose(torch.tensor(losses), torch.tensor(alone), rtol=1e-10)
-    print(f"{name:<12} equal: {equal}")
+    ours, right = (torch.tensor(x, dtype=torch.float64) for x in (losses, alone))
+    print(f"{name:<12} equal: {torch.allclose(ours, right, rtol=1e-10)}")
 
 # %% [markdown]
 # The order of a sum's parts is all that changes. Your bytes, of one step:
@@ -530,7 +538,7 @@ for name, text in EDITED.items():
         check_rules(parse_schedule(text))
         print(f"{name}  keeps all rules, and idles {score(parse_schedule(text))[0]:g}\n")
     except ScheduleError as error:
-        print(f"{name}  {error}\n")
+        print(fill(f"{name}  {error}", 100, subsequent_indent="   "), end="\n\n")
 
 # %% [markdown] tags=["answer"]
 # - **a** would hang: two actions are swapped on stage 1, and each stage waits for the other. On ranks
@@ -667,7 +675,7 @@ for stage, (halves, early) in enumerate(runs_of[1]):
 
 # %% [markdown] tags=["answer"]
 # W is r micro-batches late on stage r, and behind its I. Who stops after the last I loses r + 1 of
-# them: 1 of 8 on the first stage, 4 on the last. The loss falls nearly as well, by gradients that are
+# them: 1 of 8 on the first stage, 4 on the last. The loss falls, at first more slowly, by gradients that are
 # too small, most of all on the last stages. The rules know it as *exactly once*, if they see what runs;
 # else compare one step's gradients with a single process, in float64.
 

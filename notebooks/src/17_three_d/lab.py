@@ -10,6 +10,7 @@
 
 # %%
 from itertools import permutations, product
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -277,7 +278,7 @@ show("parallel/pipeline/grad_sync.py:WholeGradient.sum_copies", since="parameter
 show("parallel/common/clipping.py:norm_of_pieces", since="sums = ", until="return")
 
 # %% [markdown]
-# `pieces` are those that count on this rank. Of a tied parameter the first owner's does:
+# `gradients` are those that count on this rank. Of a tied parameter the first owner's does:
 
 # %%
 show("parallel/pipeline/stages.py:StagedModel.counts_here")
@@ -390,9 +391,10 @@ plot.timeline(recorded, step=1, ranks=(0, 4))
 
 # %% [markdown]
 # On rank 0, all the time tp's all-reduces (ranks 0, 1): many, short, and the rank waits for each. Between
-# them the messages of pp (0, 4), for which it waits only where no other micro-batch is left to do. And
-# once, at the end, the gradients of dp (0, 2), the embedding group's, and a number for clipping. Rank 4 has
-# the same three partners: 0, 5 and 6.
+# them the messages of pp (0, 4), for which it waits where its schedule has nothing before it: after F1,
+# 1F1B does B0, and the gradient for that must come first. And once, at the end, the gradients of dp
+# (0, 2), the embedding group's, and a number for clipping. Rank 4 has the same three partners: 0, 5
+# and 6.
 
 # %% [markdown]
 # ### What travels
@@ -424,7 +426,8 @@ for rank, its in enumerate(sent_by):
             top = rank + (0.5 * (axis == "embedding"))
             height = 0.5 if axis in ("pipeline", "embedding") else 1
             axes.add_patch(plt.Rectangle((peer, top), 1, height, color=colour, alpha=0.85))
-            style = dict(ha="center", va="center", color="white", fontsize=8)
+            ink = "black" if axis in ("tensor", "data") else "white"
+            style = dict(ha="center", va="center", color=ink, fontsize=8)
             axes.text(peer + 0.5, top + height / 2, f"{count / 1e3:.0f}", **style)
 for k in range(9):
     for line in (axes.axhline, axes.axvline):
@@ -773,13 +776,13 @@ def no_harm(mistake):
 
 
 for mistake in (ddp_over_stages, ddp_over_shards, too_many):
-    print(f"{mistake.__name__}: {told_by(eight.run(no_harm, mistake)[0])}\n")
+    print(fill(f"{mistake.__name__}: {told_by(eight.run(no_harm, mistake)[0])}", 100), end="\n\n")
 
 # %% tags=["nbval-check-output"]
 try:
     eight.run(try_it, rows_by_rank)
 except Exception as error:
-    print("rows_by_rank:", told_by(error))
+    print(fill(f"rows_by_rank: {told_by(error)}", 100))
 
 # %% [markdown] tags=["answer"]
 # Stages have other layers, ranks of tp other parts: whoever averages over them mixes what has nothing to

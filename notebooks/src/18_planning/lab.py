@@ -11,6 +11,7 @@
 # %%
 from dataclasses import replace
 from functools import partial
+from textwrap import fill
 from time import perf_counter
 
 import matplotlib.pyplot as plt
@@ -334,7 +335,8 @@ plot.timeline(step_trace(GPT3, RECOMPUTED, 1536 // 8, selene))
 
 # %% [markdown]
 # Forward and backward have tensor parallelism's all-reduces inside. `data` are the gradients, in buckets
-# (lab 05): they leave while the last backward runs. Where do the seconds of the whole step go?
+# (lab 05): they leave while the last backward runs. `tied` is the embedding's gradient, which the first and the
+# last stage sum: the last one waits for the first one's. Where do the seconds of the whole step go?
 
 
 # %%
@@ -353,7 +355,7 @@ def bars(reports):
     for row, end in enumerate(begin):
         axes.text(end, row, f" {end:.1f} s", va="center")
     axes.invert_yaxis()
-    axes.set(xlim=(0, 1.1 * max(begin)))
+    axes.set(xlim=(0, 1.1 * max(begin)), xlabel="seconds of a step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=6, loc="lower left", bbox_to_anchor=(-0.02, 1))
 
@@ -432,9 +434,9 @@ for i in sorted(range(len(errors)), key=lambda i: -abs(errors[i]))[:5]:
     print(f"{errors[i]:+.0%}  {row.in_words}: {row.step_s:.1f} s measured")
 
 # %% [markdown]
-# The first took twice as long as its neighbours in the table, and nobody has said why. Others are off together,
-# all to the same side: there the model lacks something. A prediction with an error is good for choosing, as
-# long as layouts differ by more than that.
+# The first took twice as long as its neighbours in the table, and nobody has said why. Of the steps of width
+# 8,192, all that are far off are off to the same side: there the model lacks something. A prediction with an
+# error is good for choosing, as long as layouts differ by more than that.
 
 # %% [markdown]
 # ### From 39 billion to a trillion
@@ -626,7 +628,7 @@ for gpus in (1000, 8):
     try:
         plan(GPT3, selene, 1536, gpus=gpus, microbatch=1, chunks=1)
     except ValueError as error:
-        print(f"{gpus} GPUs: {error}\n")
+        print(fill(f"{gpus} GPUs: {error}", 100), end="\n\n")
 
 # %% [markdown]
 # ## 7. Build it

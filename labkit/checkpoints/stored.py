@@ -91,7 +91,7 @@ class Stored:
                 )
 
     def rename(self, aliases: Mapping[str, str]) -> None:
-        """Rename tied parameters' optimizer state: in a pipeline, their first names may differ."""
+        """Rename tied parameters' optimizer state: pipelines may save it under another name."""
         for path in [path for path in self.entries if path[:2] == ("optimizer", "state")]:
             here = (*path[:2], aliases.get(str(path[2]), path[2]), *path[3:])
             if here not in self.entries:

@@ -1,7 +1,7 @@
 """Constant-size memory, allocated once and reused in every step, whatever the model's size.
 
-ZeRO-R has two rules for memory besides model states and activations: fused buffers have a constant
-size (C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get a separate
+ZeRO-R has two techniques besides partitioned activations (P_a): fused buffers have a constant size
+(C_B: DDP's and ZeRO's buckets, MasterWeights' chunks), and long-lived tensors get a separate
 block, which avoids fragmentation (M_D: ConstantBuffer, for offloaded activations). Backward needs
 forward's last tensors first, so a stack suffices:
 

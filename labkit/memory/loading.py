@@ -204,7 +204,7 @@ def on_device(flat: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return flat
     if not flat.is_pinned():
-        raise ValueError("kernels read pinned memory only; call flat.pin_memory() first")
+        raise ValueError("GPUs can only read pinned CPU memory; pass flat.pin_memory()")
     mapped = torch.as_tensor(_Mapped(flat), device=device)
     assert mapped.data_ptr() == flat.data_ptr(), "torch has made a copy"
     return mapped

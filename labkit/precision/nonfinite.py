@@ -41,13 +41,13 @@ def find_nonfinite(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
         )
         check(f"the input of {where}", (args, kwargs), between_modules, masks=True)
         in_module = (
-            "input and parameters are finite: the module divides by 0, or its result exceeds "
-            f"the range of its dtype{_range_of(output)}"
+            f"it begins in this module: look for overflow{_range_of(output)}, a division by 0, "
+            "log(0) or a fully masked row"
         )
         check(f"the output of {where}", output, in_module)
 
     for name, x in {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}.items():
-        check(f"{name} of the model", x, "look at the batch, not at the training", masks=True)
+        check(f"{name} of the model", x, "check the batch, not the training loop", masks=True)
     for name, x in model.named_parameters():
         check(
             f"the parameter {name}", x,

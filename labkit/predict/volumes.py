@@ -42,7 +42,7 @@ def tensor_parallel_bytes(
                                    as shards, and gathered again in backward
                              8     with `kept_whole`: no inputs kept as shards
         full recomputation  +4     forward once more; labkit.Recompute stops at the last tensor that
-                                   backward needs, saving the last collective if dropout is 0
+                                   backward needs, and skips the last collective if dropout is 0
 
     Source: Shoeybi et al. (Megatron-LM), arXiv 1909.08053, section 3, figure 4; Narayanan et al.,
     arXiv 2104.04473, section 3.2; arXiv 2205.05198, section 4.2.2."""

@@ -103,7 +103,7 @@ class Watch:
         if not stuck:
             return None
         cycle = tuple(sorted(stuck))
-        return Verdict(f"{ranks_text(cycle)} wait for each other, so none can continue.", cycle)
+        return Verdict(f"{ranks_text(cycle)} wait for each other forever.", cycle)
 
 
 def positions(

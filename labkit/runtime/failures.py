@@ -22,7 +22,7 @@ from labkit.runtime.ranks import Ranks
 GRACE_S = 0.3  # from the first sign of failure to the report
 COMPUTING_S = 2.0  # the same, if the other ranks are computing and may still answer
 UNREPORTED_S = 5.0  # for the server to report the end of a rank whose connection has closed
-HARMLESS = {"raised", "unpicklable"}  # these alone leave no rank in the middle of an operation
+HARMLESS = {"raised", "unpicklable"}  # after these alone, the ranks may still be in step
 BY_SEVERITY = ("server", "died", "cut off", "disagree", "unpicklable", "raised", "lost a peer")
 
 

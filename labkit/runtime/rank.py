@@ -121,9 +121,9 @@ def _start_up(spec: Spec) -> Channel:
             here.board = Board(Path(spec.folder) / "board", spec.size, spec.rank)
         count_messages()
         store = dist.FileStore(str(Path(spec.folder) / "store"), spec.size)
-        # Exceeds the board's timeout, because the board reports more; a timedelta must be finite.
+        # The board must time out first, since it reports more; a timedelta must be finite.
         timeout_s = min(spec.timeout_s, 3e9) + 1
-        # gloo's messages keep the timeout for joining, so it is longer only if the board reports.
+        # gloo keeps this timeout for messages: a long one is safe only if the board reports hangs.
         joining_s = max(timeout_s, STARTUP_TIMEOUT_S) if spec.check else timeout_s
         dist.init_process_group(
             BACKENDS[spec.backend],

@@ -54,7 +54,7 @@ SAYS = {
         group default 0->2 tag 0, at +2
         rank 2: has returned""",
     "other_group": """
-        ranks 0, 1 and 2 wait for each other, so none can continue
+        ranks 0, 1 and 2 wait for each other forever
         Where each rank was:
         collective 1 of group 1 (ranks 0, 1), at +4
         rank 1: waits in all_reduce(sum) float32 [4]

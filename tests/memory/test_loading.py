@@ -288,5 +288,5 @@ def test_a_gpu_reads_pinned_memory_where_it_is():
     there = on_device(flat, torch.device("cuda"))
     assert there.is_cuda and there.data_ptr() == flat.data_ptr()
     assert torch.equal(there.cpu(), flat)
-    with pytest.raises(ValueError, match="kernels read pinned memory only"):
+    with pytest.raises(ValueError, match="GPUs can only read pinned CPU memory"):
         on_device(torch.zeros(4, dtype=torch.uint8), torch.device("cuda"))

@@ -85,7 +85,7 @@ ALL = "ranks 0, 1, 2 and 3 raised ValueError: "
 REFUSED: dict[str, tuple[Any, str]] = {
     "stages_in_zero3": (
         lambda mesh: pipe_of(mesh, wrap=lambda one: ZeRO3(one, mesh.dp)),
-        ALL + "head.weight [11, 8] of stage 1 is tied across stages, but one stage is in ZeRO3,"),
+        ALL + "head.weight [11, 8] of stage 1 is tied across stages, but one stage uses ZeRO3,"),
     "stage_2_in_halves": (
         stage_2_in_halves,
         ALL + "a ZeroOptimizer with stage=2 sends and frees gradients in every backward"),

@@ -9,8 +9,8 @@ from labkit.runtime.transports.wire import Wire
 
 
 def dissemination_barrier(wire: Wire, token: torch.Tensor, tag: int) -> Algorithm:
-    """Notify the rank 1, 2, 4, ... ahead and wait for the rank equally far behind: after
-    ceil(log2 n) rounds, each rank has heard from all. Cost: ceil(log2 n) alpha. Ranks heard from:
+    """Round k: notify the rank 2^(k-1) ahead, wait for the rank 2^(k-1) behind. After ceil(log2 n)
+    rounds, each rank has heard from all. Cost: ceil(log2 n) alpha. Ranks heard from:
 
         round 1      0: 3 0        1: 0 1        2: 1 2        3: 2 3
         round 2      0: 1 2 3 0    1: 2 3 0 1    2: 3 0 1 2    3: 0 1 2 3

@@ -160,7 +160,7 @@ def check_ties(
     for tied in comm.all_gather_object(problem):
         if tied:
             raise ValueError(
-                f"{tied} is tied across stages, but one stage is in ZeRO3, which keeps a "
+                f"{tied} is tied across stages, but one stage uses ZeRO3, which keeps a "
                 "different shard on each owner, so the copies would diverge; untie it "
                 "(tied=False), or use DDP or a ZeroOptimizer"
             )

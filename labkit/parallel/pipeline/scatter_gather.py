@@ -57,7 +57,7 @@ def scatter_gather_over(
     """ScatterGather over `comm`; None if `comm` is None or has one rank. All ranks of `pipeline`
     must call this; all raise ValueError if comms differ or their ranks hold different messages."""
     comm = None if comm is None else Comm.of(comm)
-    own = "not passed" if comm is None else f"rank {comm.rank} of {comm.size}"
+    own = "None" if comm is None else f"index {comm.rank} of {comm.size}"
     mismatch = _mismatch(comm, pipeline, list(stages)) if comm and comm.size > 1 else ""
     reports = pipeline.all_gather_object((own, mismatch))
     for rank, (_, mismatch) in enumerate(reports):
@@ -66,9 +66,9 @@ def scatter_gather_over(
     for rank, (place, _) in enumerate(reports):
         if place != reports[0][0]:
             raise ValueError(
-                f"scatter_gather is {place} on rank {rank} of the pipeline, but {reports[0][0]} on "
-                "rank 0; slices are sent to the rank with the same index, so pass mesh.tp of one "
-                "Mesh(pp=..., tp=...) on every rank"
+                f"scatter_gather differs: {place} on rank {rank} of the pipeline, {reports[0][0]} "
+                "on rank 0; slices are sent to the rank with the same index, so pass mesh.tp of "
+                "one Mesh(pp=..., tp=...) on every rank"
             )
     return ScatterGather(comm) if comm is not None and comm.size > 1 else None
 

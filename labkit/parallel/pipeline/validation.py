@@ -128,7 +128,7 @@ def check_phases(stages: Sequence[nn.Module], schedule: Schedule, comm: Comm) ->
         for rank, has in enumerate(comm.all_gather_object(sharded)):
             if any(has):
                 raise ValueError(
-                    f"stage {has.index(True)} is in ZeRO3 (on rank {rank}), which frees weights "
+                    f"stage {has.index(True)} uses ZeRO3 (on rank {rank}), which frees weights "
                     "and gradients at the end of a layer's backward, but this schedule defers "
                     'weight gradients; choose a schedule that does not, such as "1f1b", or use '
                     "DDP"

@@ -55,10 +55,10 @@ class ZeroBucket(ParamShare, GradBuffer):
         self.averaged = self.share[:0]  # empty until gradients arrive
         self.sending: Handle | None = None
         self._accumulating: set[Tensor] = set()  # parameters with a gradient from earlier backwards
-        self._set_aside: Tensor | None = None  # averages of earlier steps
+        self._set_aside: Tensor | None = None  # averaged gradients so far
 
     def accumulate_hook(self, p: Tensor) -> Callable[[Any], Any]:
-        """Returns a hook that divides a gradient if autograd adds it to a divided `p.grad`."""
+        """Returns a hook that divides new gradients by n if `p.grad` already is."""
 
         def hook(gradients: Any) -> Any:
             if not self.restore_grad(p):

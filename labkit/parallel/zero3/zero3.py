@@ -126,7 +126,7 @@ class ZeRO3(WholeState, nn.Module):
         if unit.frees_itself or running_backward() is not None or not torch.is_grad_enabled():
             return None
         inputs, watched = passes.watch_inputs(args, kwargs, unit.on_input_grad)
-        unit.inputs += max(1, inputs)  # without inputs, the end of backward frees the unit
+        unit.inputs += max(1, inputs)  # no input requires grad: end of backward frees it
         return watched
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -140,7 +140,7 @@ class ZeRO3(WholeState, nn.Module):
             unit.free()
 
     def _use(self, unit: Unit, keep_gathered: bool = False) -> None:
-        """Gathers `unit` (with `keep_gathered`, until the pass ends); prefetches the next units."""
+        """Gathers `unit` (`keep_gathered`: kept until the pass ends), prefetches the next units."""
         unit.keep_gathered |= keep_gathered
         task = running_backward()
         if task is not None:

@@ -172,7 +172,7 @@ show("comm/collectives/broadcast.py:tree_broadcast")
 # `isend` and `irecv` only start a message. `tag` is a label that distinguishes the messages of this
 # call from those of the next. `yield` passes the message to the loop that drives this function
 # (`run` in `steps.py`); the loop waits for the message, then resumes the function. In your own
-# code, call `comm.send` and `comm.recv`, which wait by themselves; you need no `yield`.
+# code, call `comm.send` and `comm.recv`, which do the waiting; you need no `yield`.
 
 # %% [markdown]
 # ## 5. Run it
@@ -182,8 +182,8 @@ show("comm/collectives/broadcast.py:tree_broadcast")
 # notebook. `run` returns a list with one value per rank. `listen()` collects this rank's
 # communication events; `wire_bytes` is the number of bytes that this rank sent for an event.
 #
-# With `backend="gloo"`, labkit runs its own tree; NCCL, NVIDIA's library for GPUs, uses its own
-# algorithms. (The line "gloo as asked" below confirms the choice.)
+# `backend="gloo"` selects labkit's tree. (The default is shared memory on one machine, or NCCL,
+# NVIDIA's library for GPUs, which has its own algorithms.) "gloo as asked" confirms the choice.
 
 
 # %%
@@ -234,9 +234,9 @@ plot.timeline(sent_in_turn)
 
 # %% [markdown]
 # Time runs to the right. Each rank has two rows. The upper row shows what the program does: here
-# every rank only waits, even rank 0, since a send returns when the message has arrived. The lower
-# row shows messages and their peers; the two shades of gray only separate one message from the
-# next.
+# every rank only waits, even rank 0, since a send returns only when its message has arrived. The
+# lower row shows messages and their peers; the two shades of gray only separate one message from
+# the next.
 #
 # Rank 3 gets its message last, since rank 0 sends the three messages one after another. Now the
 # tree:
@@ -291,7 +291,7 @@ pair = World(2, timeout_s=2)
 pair.run(careless_swap)
 
 # %% [markdown]
-# Both ranks send first. A send returns when the peer receives the message, but neither rank gets to
+# Both ranks send first. A send returns only once the peer receives it, but neither rank gets to
 # its receive: both are still sending. This is a **deadlock**. Worse, some libraries buffer small
 # messages: the program then works until one day the tensors are larger. The MPI standard calls
 # such programs *unsafe*.
@@ -333,7 +333,7 @@ pair.run(disagree)
 # | `comm.all_reduce(x)` | replaces `x` with the sum over all ranks |
 # | `comm.all_reduce(x, op="max")` | puts the element-wise maximum into `x` |
 # | `comm.broadcast(x, src)` | replaces every rank's `x` with that of rank `src` |
-# | `comm.all_gather(outs, x)` | fills the list `outs` with the `x` of rank 0, 1, ... |
+# | `comm.all_gather(outs, x)` | copies the `x` of rank i into the tensor `outs[i]` |
 #
 # `help(Comm)` lists all operations.
 
@@ -410,7 +410,7 @@ check.my_broadcast(my_broadcast)
 # You can see the rounds, since each message is now a separate call:
 
 # %%
-slow.run(lambda: Comm().barrier())  # all ranks are ready
+slow.run(lambda: Comm().barrier())  # wait for all ranks
 with record() as own_broadcast:
     slow.run(lambda: my_broadcast(Comm(), torch.ones(2**18)))
 plot.timeline(own_broadcast)
@@ -419,7 +419,7 @@ plot.timeline(own_broadcast)
 # ### Exercise 4, open: Where is the maximum?
 #
 # Each of 4 ranks has 1,000 values. On every rank, return the `(rank, index)` of the global maximum.
-# The two largest may be adjacent float32 values.
+# The two largest may differ by only one float32 step.
 #
 # Your score is the number of bytes that all ranks send in total: fewer is better. An element takes
 # 1 byte in `torch.uint8`, 2 in `torch.int16`, 4 in `torch.float32`. If `x` has S bytes, 4 ranks

@@ -2,7 +2,7 @@
 # # Lab 01: Ranks and groups
 #
 # In lab 00 a `World` started your ranks. Here you start them by hand, watch them find each other,
-# arrange them in groups as Megatron does, and learn to diagnose six classic hangs.
+# arrange them in groups along axes, and learn to diagnose six classic hangs.
 
 # %%
 import os
@@ -101,8 +101,8 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # Large models need more than one group. If a layer is split over two devices, these two sum their
 # partial results, while other groups average gradients. So ranks are arranged in a **mesh** with
-# named axes, and each line of ranks along an axis forms a group. The outermost axis comes first;
-# the **last axis varies fastest**:
+# named axes, and each line of ranks along an axis forms a group. Ranks are numbered as in nested
+# loops, outermost axis first: the **last axis varies fastest**:
 
 # %%
 plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
@@ -137,7 +137,7 @@ plot.mesh({"pp": 2, "dp": 2, "tp": 2}, ranks_per_node=4)
 # Eight ranks use gloo. How many sockets to other ranks does each have after `init_process_group`?
 #
 # Then they create the mesh in the picture above. Every line of ranks along every axis becomes a
-# group: how many groups are there in total? Each new group opens **new** sockets between its
+# group: how many groups is that? Each new group opens **new** sockets between its
 # members: how many sockets does a rank have then?
 
 # %% stub="guess = predict(sockets=..., groups=..., sockets_with_mesh=...)" tags=["nbval-check-output"]
@@ -209,7 +209,7 @@ dist.destroy_process_group()
 
 # %% [markdown]
 # Now this notebook acts as the launcher. Like torchrun, it opens the store itself, so you can read
-# what is in it. (Without torchrun, rank 0 opens the store.) `LauncherStore` listens on a free port
+# what is in it. (Otherwise rank 0 opens the store.) `LauncherStore` listens on a free port
 # of this machine. Its attribute `variables` adds two environment variables: one says that the
 # store already exists, and `GLOO_SOCKET_IFNAME` keeps the ranks' sockets on this machine.
 
@@ -241,7 +241,7 @@ print("listens at", [x.laddr.port for x in sockets if x.status == psutil.CONN_LI
 print("has ended:", first.poll() is not None)
 
 # %% [markdown]
-# The key consists of the group, the device and finally the rank. Rank 0 has opened a socket and
+# The key names the group and the device, and ends with the rank. Rank 0 has opened a socket and
 # written its address into the store. Now it waits for the other addresses (item 3 of the list in
 # section 2), for up to 30 minutes. Rank 1 ends the wait:
 
@@ -328,7 +328,7 @@ guess.beside(sockets=seen[5][0], groups=len(groups), sockets_with_mesh=seen[5][1
 seen[5][2]
 
 # %% [markdown]
-# Each axis has its own `Comm`, whose collectives stay inside the group. Sum the rank numbers along
+# A rank has a `Comm` per axis, whose collectives stay inside its group. Sum the rank numbers along
 # each axis:
 
 
@@ -443,9 +443,9 @@ clinic(patients, guesses)
 #   floats are read as integers there. No rank reports an error.
 
 # %% [markdown]
-# A recording also shows a hang, since it keeps what the ranks did before. Ranks 0 and 2 are still
+# A recording outlives a hang and shows what the ranks did before it. Ranks 0 and 2 are still
 # in their second collective: their bars end in arrows, since it never completed. (The time in the
-# title is that of the last recorded event.) Rank 1 has returned after the first collective, a
+# title is that of the last recorded event.) Rank 1 returned after the first collective, a
 # barrier (each rank waits there until all have arrived); from then on its row is empty. The ranks
 # enter the barrier a few milliseconds apart, so its bars begin at different times.
 

@@ -89,7 +89,7 @@ plot.movement(watch_collective(world, "all_reduce", "naive"))
 # - an outline marks what a rank sends in this step, and an arrow the receiver;
 # - each picture shows the state at the beginning of its step; the next picture shows the result.
 #
-# The whole tensor passes through rank 0 six times. The other ranks are idle most of the time.
+# The whole tensor enters or leaves rank 0 six times. The other ranks are idle most of the time.
 
 # %% [markdown]
 # In the **ring**, every rank sends in every step, but only one chunk, and only to its right
@@ -127,7 +127,7 @@ plot.steps(watch_collective(world, "all_reduce", "tree"))
 # | tree | 2⌈log₂ n⌉ | S | 2⌈log₂ n⌉ · (α + S β) |
 #
 # The additions take time as well (γ, gamma, per byte), but little compared with a network. (By this
-# formula the server in the first plot needs 563 ms, but it took less: our paced links slow down only the
+# table the server in the first plot needs 563 ms, but it took less: our paced links slow down only the
 # sender, so rank 0 can receive three tensors at once. A real network card could not.)
 
 
@@ -216,8 +216,8 @@ for name in ["naive", "ring", "tree"]:
     print(f"reduced_bytes={total.reduced_bytes:,.0f}")
 
 # %% [markdown]
-# `sent_bytes` counts all bytes, in *or* out, that the busiest rank cannot transfer at the same time:
-# in the tree, 2S arrive at rank 0, and then 2S leave it. Rank 0 itself sends only the latter.
+# `sent_bytes` adds the busiest rank's bytes in *and* out, except where both flow at once, as in the
+# ring. In the tree, 2S arrive at rank 0, then 2S leave it; rank 0 itself sends only the latter.
 
 # %% [markdown]
 # ## 5. Run it
@@ -243,7 +243,7 @@ guess.beside(
 )
 
 # %% [markdown]
-# On 4 ranks, the tree's root sends and receives 2S, and a rank without children S. In the ring, all
+# On 4 ranks, the tree's root sends 2S and receives 2S; ranks 2 and 3, S each way. In the ring, all
 # ranks send the same: 2(n-1)/n · S, less than 2S for any number of ranks. If the ranks do the
 # additions, no algorithm can send fewer bytes from its busiest rank (Patarasuk and Yuan, 2009).
 #
@@ -300,12 +300,11 @@ for nbytes in [2**10, 2**24]:
     print(choice.why.partition(". ")[0], "->", choice.algorithm)
 
 # %% [markdown]
-# (`gloo` is the backend's own all-reduce, also a ring. All of this applies to messages. Ranks on
-# one machine can also use shared memory, as they do in a world with neither `backend="gloo"` nor a
-# `link`.)
+# (`gloo` is the backend's own all-reduce, also a ring. Without `backend="gloo"` or a `link`, ranks
+# on one machine use shared memory and send no messages.)
 
 # %% [markdown]
-# And now 1 GB. A cluster has two kinds of links: NVLink between the 8 GPUs of a node, say 450 GB/s,
+# And now 1 GB. Assume two kinds of links: NVLink between the 8 GPUs of a node, say 450 GB/s,
 # and InfiniBand, a fast network between nodes, with one card of 50 GB/s (400 Gb/s) per GPU.
 # Latencies differ between clusters; we assume 2 µs and 10 µs. A **hierarchical** all-reduce has
 # three stages: a reduce-scatter inside each node, after which each GPU has 1/8 of the node's sum;
@@ -532,7 +531,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # ### Exercise 4: A tree with any root
 #
-# Write a broadcast by a binomial tree. In the first step the root sends to one other rank, in the
+# Write a binomial-tree broadcast. In the first step the root sends to one other rank, in the
 # second both send to one rank each, then all four do: the number of ranks that have `x` doubles in
 # each step. Any rank can be the root. On 4 ranks the tree takes 2 steps, on 7 ranks 3. To draw
 # your tree (root 2):

@@ -127,7 +127,7 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # |---|---|---|
 # | 25 and 100 gigabit Ethernet | 25, 100 Gb/s | IEEE 802.3by-2016, 802.3ba-2010 |
 # | InfiniBand HDR, NDR | four lanes of 50, 100 Gb/s | NVIDIA, *DGX SuperPOD: cabling data centers*, "NDR Overview" |
-# | PCIe 4.0, 5.0 | 16, 32 GT/s per lane | PCI-SIG, PCI Express base specifications 4.0 and 5.0 |
+# | PCIe 4.0, 5.0 | 16, 32 raw Gb/s per lane | PCI-SIG, PCI Express base specifications 4.0 and 5.0 |
 # | NVLink 3 | 600 GB/s, both directions | NVIDIA, *A100 Tensor Core GPU* data sheet |
 # | NVLink 4 | 900 GB/s, both directions | NVIDIA, *H100 Tensor Core GPU* data sheet |
 
@@ -136,14 +136,14 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 #
 # **algbw = S / t**
 #
-# It shows how long a tensor takes, but not whether the links are saturated: with more ranks, an
+# It shows how fast the operation is, but not whether the links are saturated: with more ranks, an
 # all-reduce sends more bytes for the same S. The **bus bandwidth** divides the bytes that each rank
 # must send, whatever the algorithm, by the time. You can compare it with the speed of a link.
 #
 # **busbw = algbw × factor**, with one factor per operation
 
 # %% [markdown]
-# Three operations work on chunks: every rank has n chunks before or after.
+# Three operations work on chunks, n per rank at the start or at the end.
 #
 # | operation | the result on rank r |
 # |---|---|
@@ -160,7 +160,7 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # | all-gather | all n chunks | the bytes of every chunk but one | (n-1)/n |
 # | all-reduce | the tensor | a reduce-scatter, then an all-gather | 2(n-1)/n |
 # | all-to-all | all n chunks | every chunk but its own | (n-1)/n |
-# | broadcast, reduce | the tensor | the whole tensor once, over the busiest link | 1 |
+# | broadcast, reduce (a sum on one rank) | the tensor | the whole tensor once, over the busiest link | 1 |
 #
 # Source: nccl-tests, doc/PERFORMANCE.md, whose definitions the whole field uses.
 
@@ -171,7 +171,7 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # ```
 #                         node 0            node 1
 #   at the start       0: a b   1: a b   2: a b   3: a b     two halves, a and b
-#   reduce-scatter     0: A     1:   B   2: A     3:   B     inside:  A = sum of the node's a
+#   reduce-scatter     0: A     1:   B   2: A     3:   B     inside:  A = sum of a so far
 #   all-reduce         0: A <─────────────> 2: A             between: half of the bytes each
 #                                1: B <─────────────> 3: B
 #   all-gather         0: A B   1: A B   2: A B   3: A B     inside
@@ -193,7 +193,7 @@ bars(LINKS, "GB/s per GPU or network card, one direction", "{:,.1f}", log=True, 
 # | bottleneck | 瓶颈 | the resource that is busy longest and sets the total time |
 # | node | 节点 | one machine, with one or more GPUs |
 # | network card (NIC) | 网卡 | connects a node to the network |
-# | hierarchical all-reduce | 分层全归约 | reduces inside each node, then between nodes, then inside again |
+# | hierarchical all-reduce | 分层全归约 | sums inside each node, then between nodes, then gathers inside |
 # | channel | 通道 | one of several rings or trees that NCCL runs in parallel |
 # | GPUDirect RDMA | GPU 直接远程内存访问 | the network card reads GPU memory directly, without a copy in host memory |
 #
@@ -238,7 +238,7 @@ guess
 # %% [markdown]
 # ## 4. Read it
 #
-# Here are the factors in the library. `chunk_bytes` lists the sizes of the n chunks, so the
+# Here the library counts these bytes. `chunk_bytes` lists the sizes of the n chunks, so the
 # result is exact even if S is not divisible by n.
 
 # %%
@@ -270,7 +270,7 @@ gradients.beside("by formula", sent_by_each_bytes=by_formula)
 show("comm/collectives/hierarchical.py:hierarchical_all_reduce")
 
 # %% [markdown]
-# NCCL makes these choices itself and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
+# NCCL picks its rings and links itself, and logs them on request: with `NCCL_DEBUG=INFO`, each rank prints
 # a few dozen lines. Here are *example lines, written for this lab* in the format of NCCL's logs,
 # for two nodes with four GPUs each. (If you have GPUs, use your own log: section 8.)
 
@@ -334,7 +334,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # %% [markdown]
 # For small messages the time hardly depends on the size: it is almost entirely a fixed cost per
 # step. For large messages busbw approaches the link's speed, and this is what busbw is for: once
-# it is close, no algorithm with the same traffic can be much faster. (`labkit bench collectives`
+# it is close, no algorithm can be much faster on these links. (`labkit bench collectives`
 # measures this table for all collectives.)
 #
 # Now check your prediction. `paced_bytes(link)` counts the bytes that a rank has sent over a link
@@ -404,7 +404,7 @@ axes.spines[["top", "right"]].set_visible(False)
 # chunk of S/4 crosses a slow link, and every rank waits for it. The hierarchical algorithm sends
 # most bytes over fast links, and uses *all* slow links at once, each for half of the tensor.
 #
-# Formula and measurement differ by a few milliseconds: α varies from run to run, and copying and
+# Formula and measurement may differ by a few milliseconds: α varies from run to run, and copying and
 # adding 2 MiB takes time on cores that the ranks share. With `Link(gbps=1000)`, only this time is
 # left.
 
@@ -457,7 +457,7 @@ for order, sent in zip(orders, pairs):
 # The bad ring sends twice the bytes between nodes. On our two nodes each rank has its own card, so
 # the extra bytes go over other cards, in parallel, and the time does not show them. If a node has
 # only *one* card, the bad ring takes twice as long; with 8 GPUs per node, 8 hops leave each node
-# instead of one. So the ranks of a node should be consecutive (as launchers number them), and
+# instead of one. So the ranks of a node should be consecutive (as torchrun numbers them), and
 # `Mesh` puts its last axis inside a node.
 
 # %% [markdown]
@@ -483,7 +483,7 @@ def sum_of_ones(confused):
 patient.run(sum_of_ones, [0])
 
 # %% [markdown]
-# The result should be 4 on every rank. Nothing hangs and no error is raised, but the sums are
+# The result should be 4 on every rank. Nothing hangs and no error is raised, but three sums are
 # wrong. Within each group the calls match, but rank 0 joined its node's all-reduce with a value
 # that had already changed.
 #
@@ -550,10 +550,9 @@ check.best_order(best_order)
 #
 # `inside` is the `Comm` of the ranks on this rank's node, `between` that of the ranks at the same
 # position in each node. Replace `x` (one dimension; its length is divisible by `inside.size`) with
-# the sum over all ranks, and send no more bytes between nodes than needed. Use
-# `comm.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // comm.size` elements
-# of the sum into `out`, and `comm.all_gather_into_tensor(x, part)`, which fills `x` with all ranks'
-# parts. Make `out` a new tensor, not a view of `x`: NCCL allows an output to overlap its input only
+# the sum over all ranks, and send no more bytes between nodes than needed. A group `c` has
+# `c.reduce_scatter_tensor(out, x)`, which writes this rank's `x.numel() // c.size` elements of the
+# sum into `out`, and `c.all_gather_into_tensor(x, part)`, which fills `x` with all ranks' parts. Make `out` a new tensor, not a view of `x`: NCCL allows an output to overlap its input only
 # at the rank's own position.
 
 
@@ -572,8 +571,8 @@ check.my_hierarchical(my_hierarchical)
 
 # %% [markdown]
 # Here is your all-reduce on the two nodes, as a timeline: which of its three operations takes the
-# most time? (Numbers in bars are call numbers within a group, counted from the earlier run. If a bar
-# is too short, it shows only the number.)
+# most time? (The numbers count each group's calls, the unrecorded run included. A bar that is too
+# short shows only the number.)
 
 
 # %%
@@ -595,8 +594,8 @@ plot.timeline(trace)
 # %% [markdown]
 # ### Exercise 4: Read a log
 #
-# `log` is a result of `read_nccl_log`. Return a tuple: the number of channels, the set of
-# transports used inside nodes, and the set used between nodes, such as `(4, {"P2P"}, {"NET/IB"})`.
+# `log` is a result of `read_nccl_log`. Return a tuple: the number of channels, the set of kinds of
+# connections used inside nodes, and the set used between nodes, such as `(4, {"P2P"}, {"NET/IB"})`.
 #
 # | attribute | meaning |
 # |---|---|
@@ -635,7 +634,7 @@ for a in range(8):
 print(f"{rings_us([[0, 1, 2, 3, 4, 5, 6, 7]], DGX1):,.0f} µs to all-reduce 1 GB")
 
 # %% [markdown]
-# The ring 0, 1, ... 7 is this slow because no NVLink connects 3 and 4, nor 7 and 0: these hops use
+# The ring 0, 1, ... 7 is this slow because no NVLink connects 3 and 4, or 7 and 0: these hops use
 # PCIe 3.0 x16, 15.75 GB/s per direction. Find better rings: return a list of one or more rings,
 # each a list of the 8 GPUs in order. The rings run at the same time, each with an equal share of
 # the bytes; rings that use the same hop in the same direction share its NVLinks. Your score is the

@@ -218,7 +218,7 @@ def step(student: Student) -> Iterator[str]:
     """step(forward_ms, backward_ms, microbatches): the predicted time and bubble of a step."""
     for forward_ms, backward_ms, m in PIPELINES:
         found = alone(student, list(forward_ms), list(backward_ms), m)
-        several(found, 2, "step returned", "a pair: (ms of the step, bubble)")
+        several(found, 2, "step returned", "a pair: (step_ms, bubble)")
         right = right_step(forward_ms, backward_ms, m)
         where = f"with forward {forward_ms} ms, backward {backward_ms} ms, {m} micro-batches"
         if problem := difference(found[0], right[0], 1e-9):

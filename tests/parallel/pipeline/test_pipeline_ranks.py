@@ -132,7 +132,7 @@ def tied_and_cut_elsewhere() -> None:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "tied_and_cut_elsewhere": (
         tied_and_cut_elsewhere,
-        "head.weight [11, 8] of stage 1 is tied across stages, but one stage is in ZeRO3, which"),
+        "head.weight [11, 8] of stage 1 is tied across stages, but one stage uses ZeRO3, which"),
     "tied_when_it_was_cut": (
         tied_when_it_was_cut, "is tied across stages of a pipeline created later"),
     "output_overwritten": (

@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "gradient: a parameter or its input from stage 0"),
     "ZeRO-3 in halves": (
         lambda: stepped([ZeRO3(nn.Linear(4, 4), comm=Mesh(dp=2).dp)], "zb-h1", Mesh(pp=1, dp=2).pp),
-        "stage 0 is in ZeRO3 (on rank 0)"),
+        "stage 0 uses ZeRO3 (on rank 0)"),
     "updates in halves": (
         lambda: stepped(stages(), parse_schedule("F0 I0 W0 U0\n" * 2), optimizer=sgd),
         "this schedule splits backwards (I, W) and updates weights between the halves (U)"),

@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "are sharded over ranks [0, 1], not [0, 3]; pass mesh.tp"),
     "not_on_all_stages": (
         lambda: piped_over(layers(3), mesh := MESH(), mesh.tp if mesh.pp.rank < 2 else None),
-        "scatter_gather is not passed on rank 2 of the pipeline, but rank 0 of 2 on"),
+        "scatter_gather differs: None on rank 2 of the pipeline, index 0 of 2 on"),
     "other_data": (
         other_data, "the output of stage 0 (rank 0), micro-batch 0, differs between the ranks"),
 }  # fmt: skip

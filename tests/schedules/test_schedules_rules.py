@@ -170,7 +170,7 @@ def test_a_long_cycle_is_abbreviated() -> None:
 
 test_an_invalid_action_is_reported = refusals(
     lambda action: check([[action]]),
-    (("forward", 0), "stage 0, position 0 has .'forward', 0.; an Action"),
+    (("forward", 0), "stage 0, position 0 has .'forward', 0.; pass an Action"),
     (Action("foward", 0), "phase 'foward'; choose one of forward, backward"),
     (Action("forward", -1), "micro-batch -1 on chunk 0; both count from 0"),
     error=ScheduleError,

@@ -241,6 +241,7 @@ def test_mistakes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     raises("not a labkit run", record(tmp_path).__enter__)
     assert (tmp_path / "notes.txt").read_text() == "notes"
     # Under torchrun the group comes first.
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     raises(r"labkit.attach\(\)", record().__enter__, error=RuntimeError)

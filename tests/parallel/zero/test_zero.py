@@ -332,7 +332,7 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
     for make, message in [
         (lambda: zero(stage=3), "stage=3"),
         (lambda: zero(bucket_mb=0), "bucket_mb=0"),
-        (lambda: ZeroOptimizer([frozen], SGD), "no param"),
+        (lambda: ZeroOptimizer([frozen], SGD), "pass at least one parameter"),
         (lambda: zero().add_param_group(more), "added later"),
         (lambda: changed(other_memory), "1.weight has moved since"),
         (lambda: changed(lambda model: model.bfloat16()), "0.weight has moved since"),

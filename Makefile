@@ -56,7 +56,7 @@ test-here: ## Run the whole suite on the Python and torch this machine has, inst
 	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(HERE) -m pytest $(ARGS)
 
 cluster: $(STAMP) ## Run the tests on Slurm, mpirun and two hosts that this machine plays (as root).
-	$(PY) -m pytest -m cluster $(ARGS)
+	LABKIT_CLUSTER=1 $(PY) -m pytest -m cluster $(ARGS)
 
 gpu: ## Check and measure labkit on this machine's GPUs, installing nothing (PART=tests, labs or bench).
 	$(HERE) tests/benchmarks/gpu.py $(PART) $(ARGS)

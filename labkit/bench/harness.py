@@ -99,6 +99,7 @@ def sync_of(device: torch.device) -> Callable[[], object]:
 
 
 def device_name(device: torch.device) -> str:
+    """The GPU's name, as torch reports it, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

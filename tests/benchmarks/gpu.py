@@ -44,6 +44,8 @@ def main() -> None:
     chosen = parser.parse_args()
     if unknown := set(chosen.parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; choose from {', '.join(PARTS)}")
+    if find_spec("torch") is None:
+        sys.exit(f"labkit: {sys.executable} has no torch; choose another: make gpu PYTHON=...")
     import torch
 
     if not torch.cuda.is_available():
